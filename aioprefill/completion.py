@@ -1,0 +1,150 @@
+"""How the loop learns that the device is done with a forward.
+
+A completion answers `query()` and can be waited on, in the loop (`wait`) or blocking (`synchronize`, for
+the blocking mode only). CPU forwards run on a stream thread whose future wakes the loop; CUDA forwards
+are polled by `cudaEventQuery`; the fake lives in `aioprefill.testing`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Protocol
+
+from aioprefill.errors import ConfigError, DeviceError
+
+# Errors after which a CUDA context cannot be used any more: only a new process helps.
+STICKY_CUDA_ERRORS = frozenset(
+    {
+        "cudaErrorAssert",
+        "cudaErrorContained",
+        "cudaErrorECCUncorrectable",
+        "cudaErrorExternalDevice",
+        "cudaErrorHardwareStackError",
+        "cudaErrorIllegalAddress",
+        "cudaErrorIllegalInstruction",
+        "cudaErrorInvalidAddressSpace",
+        "cudaErrorInvalidPc",
+        "cudaErrorLaunchFailure",
+        "cudaErrorLaunchTimeout",
+        "cudaErrorMisalignedAddress",
+        "cudaErrorMpsClientTerminated",
+        "cudaErrorNvlinkUncorrectable",
+        "cudaErrorTensorMemoryLeak",
+        "cudaErrorUnknown",
+    }
+)
+
+
+class Completion(Protocol):
+    """The device's "done" for one forward: its sampled tokens are on the host side."""
+
+    def query(self) -> bool:
+        """True when done. Never blocks. Raises `DeviceError` when the forward failed."""
+
+    async def wait(self) -> None:
+        """Return when done. Raises `DeviceError` as `query` does. Cancelling it leaves the forward be."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until done. Raises `DeviceError` as `query` does."""
+
+
+class FutureCompletion:
+    """Done when a future of the engine's stream thread is; the future wakes the loop by itself.
+
+    The future's exception, if any, is raised: engines put a `DeviceError` there.
+    """
+
+    def __init__(self, future: concurrent.futures.Future[Any]) -> None:
+        self._future = future
+
+    def query(self) -> bool:
+        """See `Completion.query`."""
+        if not self._future.done():
+            return False
+        self._future.result()
+        return True
+
+    async def wait(self) -> None:
+        """See `Completion.wait`."""
+        if not self._future.done():
+            # shield: cancelling the wait must not cancel work that is queued on the stream
+            await asyncio.shield(asyncio.wrap_future(self._future))
+        self._future.result()
+
+    def synchronize(self) -> None:
+        """See `Completion.synchronize`."""
+        self._future.result()
+
+
+def cuda_runtime() -> ModuleType:
+    """The CUDA runtime binding (`cuda.bindings.runtime`). Raises `ConfigError` where it is missing."""
+    try:
+        from cuda.bindings import runtime
+    except ImportError as err:
+        raise ConfigError("device cuda needs the package cuda-bindings: pip install cuda-bindings") from err
+    module: ModuleType = runtime
+    return module
+
+
+class CudaEventCompletion:
+    """Polls one CUDA event with `cudaEventQuery`.
+
+    `launched` is the stream thread's future: it resolves to the event's handle (an int, as torch gives
+    by `Event.cuda_event`) once the kernels are queued and the event is recorded. `runtime` is the
+    binding, so that tests can stand in for it. `keep_alive` is held until this object goes (the torch
+    event owns the handle).
+
+    Pacing: poll every `poll_s`, at least 1 ms because uvloop's timers have whole milliseconds and a
+    shorter sleep there is a busy spin.
+    """
+
+    def __init__(
+        self,
+        launched: concurrent.futures.Future[int],
+        runtime: Any,
+        *,
+        poll_s: float = 0.001,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._launched = FutureCompletion(launched)
+        self._handle = launched
+        self._runtime = runtime
+        self._poll_s = max(poll_s, 0.001)
+        self._sleep = sleep
+        self._done = False
+
+    def query(self) -> bool:
+        """See `Completion.query`. Every status but success and not-ready is a `DeviceError`."""
+        if self._done:
+            return True
+        if not self._launched.query():
+            return False
+        (status,) = self._runtime.cudaEventQuery(self._handle.result())
+        errors = self._runtime.cudaError_t
+        if status == errors.cudaSuccess:
+            self._done = True
+        elif status != errors.cudaErrorNotReady:
+            name = str(status.name)
+            raise DeviceError(name, self._describe(status), sticky=name in STICKY_CUDA_ERRORS)
+        return self._done
+
+    def _describe(self, status: Any) -> str:
+        code, text = self._runtime.cudaGetErrorString(status)
+        known = code == self._runtime.cudaError_t.cudaSuccess
+        return text.decode(errors="replace") if known and isinstance(text, bytes) else "the forward failed"
+
+    async def wait(self) -> None:
+        """See `Completion.wait`."""
+        await self._launched.wait()
+        while not self.query():
+            await asyncio.sleep(self._poll_s)  # noqa: ASYNC110  CUDA has no descriptor to wait on
+
+    def synchronize(self) -> None:
+        """See `Completion.synchronize`."""
+        self._launched.synchronize()
+        while not self.query():
+            self._sleep(self._poll_s)

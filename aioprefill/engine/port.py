@@ -1,0 +1,94 @@
+"""What a host needs of an engine. Imports neither torch nor transformers.
+
+An engine owns the weights, the KV pool and one stream: forwards are executed in launch order, one after
+the other, and a launch never waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from aioprefill.completion import Completion
+from aioprefill.kv_layout import KVLayout
+from aioprefill.sampling_params import SamplingParams
+
+TokenIds = npt.NDArray[np.uint32]
+PageIds = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What a request is validated against."""
+
+    name: str
+    vocab_size: int
+    context_length: int
+    """Longest sequence (prompt and generated tokens) in tokens."""
+    eos_token_ids: tuple[int, ...]
+    layout: KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One sequence's part of a packed batch: the tokens at positions [start, start + len(token_ids))."""
+
+    token_ids: TokenIds
+    """Shape (n,), n >= 1."""
+    start: int
+    """Position of the first token; the KV of [0, start) is already in `pages`."""
+    pages: PageIds
+    """Page table of the sequence, covering at least [0, start + n)."""
+    sample: SamplingParams | None
+    """How to sample the token after the last one; None when no token is wanted (a middle chunk)."""
+
+    @property
+    def end(self) -> int:
+        """One past the position of the last token."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A token chosen from the logits at the last position of a span."""
+
+    token_id: int
+    logprob: float
+    """Log-probability under the unmodified (temperature 1, untruncated) distribution."""
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    """(token id, log-probability), most likely first; as many as asked for."""
+
+
+class EngineForward(Protocol):
+    """A launched batch."""
+
+    @property
+    def completion(self) -> Completion:
+        """Ready when the sampled tokens are on the host side."""
+
+    def outputs(self) -> Sequence[SampledToken | None]:
+        """One entry per span, in order; only after the completion is ready. Never blocks."""
+
+
+class Engine(Protocol):
+    """Runs packed batches in launch order."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in the KV pool."""
+
+    def launch(self, spans: Sequence[Span]) -> EngineForward:
+        """Queue one forward behind those already launched and return at once.
+
+        Errors of the device surface through the forward's completion as `DeviceError`.
+        """
+
+    def close(self) -> None:
+        """Wait for launched forwards, then free the device and end the stream thread. Idempotent."""

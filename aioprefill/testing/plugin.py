@@ -1,0 +1,3 @@
+"""pytest fixtures, loaded by `-p aioprefill.testing.plugin`."""
+
+from __future__ import annotations

@@ -1,0 +1,1 @@
+"""What travels between processes: messages, the ZMQ pump, server and client."""

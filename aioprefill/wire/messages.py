@@ -1,0 +1,259 @@
+"""Every message that travels between processes, and the codec: msgpack of tagged, typed structs.
+
+Token and page ids travel as packed little-endian uint32 bytes (`pack_ids`): 1 µs for 10,000 instead of 170.
+The first message on a connection is `Hello`; a receiver that has not seen it answers `Failed` with code
+"hello_required", which is how a client notices that its server was restarted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Union
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from aioprefill.errors import WireError
+from aioprefill.sampling_params import SamplingParams
+
+VERSION = 1
+MAX_MESSAGE_BYTES = 16 << 20
+"""Largest message; enough for a prompt of four million tokens. Sockets drop longer ones (ZMQ_MAXMSGSIZE)."""
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    """First message of every connection."""
+
+    role: str
+    """"client" or "prefill"."""
+    epoch: str
+    """Random per process: a new one means that the sender was restarted."""
+    version: int = VERSION
+    software: str = ""
+
+
+class Welcome(msgspec.Struct, tag="welcome", frozen=True):
+    """Answer to `Hello`."""
+
+    role: str
+    """"prefill" or "decode"."""
+    epoch: str
+    model: str
+    """Name of the model as the server was given it."""
+    fingerprint: str
+    vocab_size: int
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+    version: int = VERSION
+    software: str = ""
+
+
+class Submit(msgspec.Struct, tag="submit", frozen=True, omit_defaults=True):
+    """Client -> prefill: one request. Answers: `Accepted`, then `FirstToken`, then `Transferred`; or `Failed`."""
+
+    request_id: str
+    prompt: bytes
+    """Token ids, packed."""
+    peer: str | None = None
+    """Endpoint of the decode worker that continues; None: no hand-off, the first token only."""
+    sampling: SamplingParams = SamplingParams()
+    max_new_tokens: int = 128
+    ignore_eos: bool = False
+
+
+class Abort(msgspec.Struct, tag="abort", frozen=True):
+    """Client -> prefill: give the request up."""
+
+    request_id: str
+
+
+class Accepted(msgspec.Struct, tag="accepted", frozen=True):
+    """Prefill -> client: the request is queued."""
+
+    request_id: str
+
+
+class FirstToken(msgspec.Struct, tag="first_token", frozen=True):
+    """Prefill -> client: the first token, with times in ms since the request's arrival at the server."""
+
+    request_id: str
+    token_id: int
+    logprob: float
+    top_logprobs: tuple[tuple[int, float], ...]
+    prompt_tokens: int
+    cached_tokens: int
+    launched_ms: float
+    first_token_ms: float
+
+
+class Transferred(msgspec.Struct, tag="transferred", frozen=True):
+    """Prefill -> client: all KV is with the decode worker, `transferred_ms` after arrival."""
+
+    request_id: str
+    transferred_ms: float
+    kv_bytes: int
+
+
+class Failed(msgspec.Struct, tag="failed", frozen=True, omit_defaults=True):
+    """The request (or, without an id, the connection's last message) failed."""
+
+    code: str
+    message: str
+    request_id: str | None = None
+    field: str | None = None
+    retry_after_s: float | None = None
+
+
+class StatsQuery(msgspec.Struct, tag="stats?", frozen=True):
+    """Client -> server: ask for `Stats`."""
+
+
+class Stats(msgspec.Struct, tag="stats", frozen=True):
+    """Answer to `StatsQuery`: a flat table of numbers and short texts."""
+
+    values: dict[str, Union[int, float, str]]
+
+
+class Attach(msgspec.Struct, tag="attach", frozen=True):
+    """Client -> decode: stream the tokens of this room to me (also before the room exists)."""
+
+    request_id: str
+
+
+class Token(msgspec.Struct, tag="token", frozen=True):
+    """Decode -> client: generated token number `index` (0 is the one sampled by prefill)."""
+
+    request_id: str
+    index: int
+    token_id: int
+
+
+class Finished(msgspec.Struct, tag="finished", frozen=True):
+    """Decode -> client: the stream is complete. `reason` is "eos" or "length"."""
+
+    request_id: str
+    reason: str
+    tokens: int
+
+
+class PoolInfo(msgspec.Struct, tag="pool", frozen=True):
+    """Decode -> prefill, right after `Welcome`: where its KV pool is, and in what layout."""
+
+    agent: str
+    """NIXL agent name."""
+    metadata: bytes
+    """NIXL agent metadata."""
+    base_address: int
+    device_id: int
+    memory: str
+    """"DRAM" or "VRAM"."""
+    num_pages: int
+    page_bytes: int
+    fingerprint: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: str
+
+
+class Bootstrap(msgspec.Struct, tag="bootstrap", frozen=True):
+    """Prefill -> decode: a room is coming; reserve its pages. Answer: `Reserved` or `Refused`."""
+
+    room: str
+    prompt_tokens: int
+    pages: int
+    sampling: SamplingParams
+    max_new_tokens: int
+    ignore_eos: bool
+    fingerprint: str
+    page_bytes: int
+
+
+class Reserved(msgspec.Struct, tag="reserved", frozen=True):
+    """Decode -> prefill: write page i of the room to the pool's page `pages[i]`."""
+
+    room: str
+    pages: bytes
+    """Page ids, packed."""
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True):
+    """Decode -> prefill: the room is refused, or given up by the decode side later on."""
+
+    room: str
+    message: str
+
+
+class Commit(msgspec.Struct, tag="commit", frozen=True):
+    """Prefill -> decode: the room's last write was posted; decoding may start once all have arrived."""
+
+    room: str
+    writes: int
+    """Number of writes of the room; each carries a NIXL notification."""
+    token_id: int
+    logprob: float
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+class Cancel(msgspec.Struct, tag="cancel", frozen=True):
+    """Prefill -> decode: the room is given up. `quiet`: no write to its pages is under way any more.
+
+    Sent once with quiet true, or first with false (pages go to quarantine) and later with true.
+    """
+
+    room: str
+    message: str
+    quiet: bool
+
+
+class Ping(msgspec.Struct, tag="ping", frozen=True):
+    """Either side's heartbeat; answered by `Pong`."""
+
+    epoch: str
+
+
+class Pong(msgspec.Struct, tag="pong", frozen=True):
+    """Answer to `Ping`."""
+
+    epoch: str
+
+
+Message = Union[
+    Hello, Welcome, Submit, Abort, Accepted, FirstToken, Transferred, Failed, StatsQuery, Stats, Attach, Token,
+    Finished, PoolInfo, Bootstrap, Reserved, Refused, Commit, Cancel, Ping, Pong,
+]  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """One frame. Raises `WireError` for a message above `MAX_MESSAGE_BYTES`."""
+    frame = _encoder.encode(message)
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise WireError(f"{type(message).__name__} of {len(frame):,} bytes exceeds {MAX_MESSAGE_BYTES:,}")
+    return frame
+
+
+def decode(frame: bytes | memoryview) -> Message:
+    """The message in a frame. Raises `WireError` when it is malformed, unknown or too large."""
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise WireError(f"message of {len(frame):,} bytes exceeds {MAX_MESSAGE_BYTES:,}")
+    try:
+        return _decoder.decode(frame)
+    except msgspec.MsgspecError as err:
+        raise WireError(f"malformed message: {err}") from err
+
+
+def pack_ids(ids: Sequence[int] | npt.NDArray[np.generic]) -> bytes:
+    """Ids as packed little-endian uint32. Raises `OverflowError` for one that is negative or too large."""
+    return np.asarray(ids, dtype="<u4").tobytes()
+
+
+def unpack_ids(packed: bytes) -> npt.NDArray[np.uint32]:
+    """A read-only view, shape (n,), uint32. Raises `WireError` when the length is no multiple of 4."""
+    if len(packed) % 4:
+        raise WireError(f"packed ids have {len(packed)} bytes, which is no multiple of 4")
+    return np.frombuffer(packed, dtype="<u4")
