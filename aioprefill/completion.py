@@ -140,8 +140,8 @@ class CudaEventCompletion:
     async def wait(self) -> None:
         """See `Completion.wait`."""
         await self._launched.wait()
-        while not self.query():
-            await asyncio.sleep(self._poll_s)  # noqa: ASYNC110  CUDA has no descriptor to wait on
+        while not self.query():  # noqa: ASYNC110  a CUDA event cannot wake a loop: it is polled
+            await asyncio.sleep(self._poll_s)
 
     def synchronize(self) -> None:
         """See `Completion.synchronize`."""

@@ -40,6 +40,4 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.seed is not None and not 0 <= self.seed < 1 << 63:
             raise InvalidRequest("sampling.seed", f"must be within 0..2**63-1, got {self.seed}")
         if not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise InvalidRequest(
-                "sampling.logprobs", f"must be within 0..{MAX_LOGPROBS}, got {self.logprobs}"
-            )
+            raise InvalidRequest("sampling.logprobs", f"must be 0..{MAX_LOGPROBS}, got {self.logprobs}")

@@ -8,7 +8,6 @@ The first message on a connection is `Hello`; a receiver that has not seen it an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Union
 
 import msgspec
 import numpy as np
@@ -50,7 +49,7 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
 
 
 class Submit(msgspec.Struct, tag="submit", frozen=True, omit_defaults=True):
-    """Client -> prefill: one request. Answers: `Accepted`, then `FirstToken`, then `Transferred`; or `Failed`."""
+    """Client -> prefill: one request. Answers: `Accepted`, `FirstToken`, `Transferred`; or `Failed`."""
 
     request_id: str
     prompt: bytes
@@ -112,7 +111,7 @@ class StatsQuery(msgspec.Struct, tag="stats?", frozen=True):
 class Stats(msgspec.Struct, tag="stats", frozen=True):
     """Answer to `StatsQuery`: a flat table of numbers and short texts."""
 
-    values: dict[str, Union[int, float, str]]
+    values: dict[str, int | float | str]
 
 
 class Attach(msgspec.Struct, tag="attach", frozen=True):
@@ -220,10 +219,12 @@ class Pong(msgspec.Struct, tag="pong", frozen=True):
     epoch: str
 
 
-Message = Union[
-    Hello, Welcome, Submit, Abort, Accepted, FirstToken, Transferred, Failed, StatsQuery, Stats, Attach, Token,
-    Finished, PoolInfo, Bootstrap, Reserved, Refused, Commit, Cancel, Ping, Pong,
-]  # fmt: skip
+Message = (
+    Hello | Welcome | Ping | Pong | Failed | StatsQuery | Stats
+    | Submit | Abort | Accepted | FirstToken | Transferred
+    | Attach | Token | Finished
+    | PoolInfo | Bootstrap | Reserved | Refused | Commit | Cancel
+)  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
