@@ -1,0 +1,208 @@
+"""Every setting, declared once: type, default, help. Flags, environment, file and library all read it here.
+
+Rules:
+- A field made by `option` is a setting; a field that is a config class itself groups settings.
+- A command's options are the fields of its class in `COMMANDS`, so what a command uses is written once too.
+- Every class checks itself when it is made and raises `ConfigError`, whether the command line or a program
+  makes it. Where a value came from is the business of `config_sources`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aioprefill.config_kinds import Auto, Bytes, Choice, Endpoint, FilePath, Integer, Pattern, Seconds, Switch
+from aioprefill.config_option import Checked, SettingsConflict, option, own_options
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+PREFILL_ENDPOINT = "tcp://127.0.0.1:7410"
+DECODE_ENDPOINT = "tcp://127.0.0.1:7420"
+
+_LOOPBACK = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:", "ipc://")
+
+
+def _prefill_endpoint(*flags: str) -> Any:
+    text = "Where the prefill process listens."
+    return option(PREFILL_ENDPOINT, Endpoint(), text, name="prefill-endpoint", flags=flags)
+
+
+def _decode_endpoint(*flags: str) -> Any:
+    text = "Where the decode worker listens."
+    return option(DECODE_ENDPOINT, Endpoint(), text, name="decode-endpoint", flags=flags)
+
+
+def _lease() -> Any:
+    text = "Seconds of silence after which the other side of a hand-off is taken for dead."
+    return option(10.0, Seconds(0.5, 3600), text)
+
+
+def _drain_timeout() -> Any:
+    text = "Seconds that a shutdown waits for what was launched and for its transfers."
+    return option(30.0, Seconds(0, 86_400), text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Checked):
+    """Which model, and where converted and fetched ones are kept."""
+
+    model: str = option(
+        DEFAULT_MODEL,
+        Pattern(r"\S(.*\S)?", "a model name, a local path (folder or .gguf file) or a hub id (owner/name)"),
+        "Model: the embedded one, a local folder or .gguf file, or a hub id (owner/name).",
+    )
+    cache_dir: Path | None = option(  # noqa: RUF009
+        None,
+        Auto(FilePath()),
+        "Folder for models; auto is $XDG_CACHE_HOME/aioprefill, or ~/.cache/aioprefill.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(ModelConfig):
+    """How the model is run."""
+
+    dtype: str = option(
+        "auto",
+        Choice(
+            ("auto", "float32", "bfloat16", "float16"),
+            {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"},
+        ),
+        "Number format of weights and KV; auto is the checkpoint's own.",
+    )
+    device: str = option(
+        "cpu",
+        Pattern(r"cpu|cuda(:\d{1,3})?", "cpu, cuda or cuda:N", "DEVICE"),
+        "Device of the model.",
+    )
+    threads: int | None = option(
+        None, Auto(Integer(1, 4096)), "CPU threads of a forward; auto leaves the choice to torch."
+    )
+    page_size: int = option(16, Integer(1, 1024), "Tokens per KV page. Prefill and decode must agree.")
+    kv_memory: int | None = option(
+        None,
+        Auto(Bytes(1 << 20)),
+        "Size of the KV page pool; auto is a quarter of the free memory, at most 4GiB.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig(Checked):
+    """The loop. Times are seconds."""
+
+    continuous_intake: bool = option(
+        True,
+        Switch(),
+        "Keep taking in, preparing and transferring while a forward runs; off waits in the blocking way.",
+        extra_env=("AIOPREFILL_ENABLE_CONTINUOUS_INTAKE",),
+    )
+    drain_timeout_s: float = _drain_timeout()
+    stall_limit_s: float = option(
+        120.0, Seconds(0.1, 86_400), "Seconds after which a pending forward makes the process unready."
+    )
+    slow_call_s: float = option(
+        0.005, Seconds(0, 60), "Host calls that block the loop for longer, in seconds, are counted as slow."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeConfig(Checked):
+    """The built-in host: batches and queue."""
+
+    chunk_tokens: int = option(512, Integer(1, 1 << 20), "Most prompt tokens of one forward.")
+    max_queue_requests: int = option(
+        4096, Integer(1, 1 << 24), "Requests that may wait; further ones are refused with a retry hint."
+    )
+    max_queue_tokens: int = option(
+        1 << 22,
+        Integer(1, 1 << 32),
+        "Prompt tokens that may wait; further ones are refused with a retry hint.",
+    )
+    prefix_cache: bool = option(True, Switch(), "Reuse the KV of prompt beginnings seen before.")
+    optimistic: bool = option(
+        False, Switch(), "Launch a request before the handshake with its decode peer has ended."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessConfig(Checked):
+    """What every process has."""
+
+    curve_keys: Path | None = option(  # noqa: RUF009
+        None,
+        Auto(FilePath(), "none"),
+        "Folder made by `aioprefill keygen`: connections are encrypted, and only holders of its keys get in.",
+    )
+    log_level: str = option(
+        "info",
+        Choice(("debug", "info", "warning", "error"), {"warn": "warning"}),
+        "Least level of messages that are logged.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListenerConfig(ProcessConfig):
+    """A process that others connect to."""
+
+    def check_together(self) -> None:
+        """Off loopback, only with keys: a peer that connects may write to memory and read prompts."""
+        for name, declared in own_options(self):
+            endpoint = getattr(self, name)
+            if not isinstance(declared.kind, Endpoint) or self.curve_keys is not None:
+                continue
+            if not endpoint.startswith(_LOOPBACK):
+                message = (
+                    f"{endpoint} is not on loopback, so keys are required: run `aioprefill keygen DIR` "
+                    "and give --curve-keys DIR on both sides"
+                )
+                raise SettingsConflict((declared.name, "curve-keys"), message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(ListenerConfig):
+    """`aioprefill serve`: the prefill process."""
+
+    listen: str = _prefill_endpoint("--listen")
+    lease_s: float = _lease()
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    native: NativeConfig = field(default_factory=NativeConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(ListenerConfig):
+    """`aioprefill decode`: the reference decode worker."""
+
+    listen: str = _decode_endpoint("--listen")
+    lease_s: float = _lease()
+    max_batch_requests: int = option(32, Integer(1, 4096), "Most requests of one decode step.")
+    drain_timeout_s: float = _drain_timeout()
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(ProcessConfig):
+    """`aioprefill generate`: the client."""
+
+    prefill_endpoint: str = _prefill_endpoint()
+    decode_endpoint: str = _decode_endpoint()
+    model: ModelConfig = field(default_factory=ModelConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig(Checked):
+    """`aioprefill demo`: both processes, started and stopped for the demonstration."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    native: NativeConfig = field(default_factory=NativeConfig)
+
+
+COMMANDS: dict[str, type[Checked]] = {
+    "serve": ServeConfig,
+    "decode": DecodeConfig,
+    "generate": GenerateConfig,
+    "demo": DemoConfig,
+    "model": ModelConfig,
+}
+"""The config class of each command; also the names of the tables of a config file."""
