@@ -168,6 +168,8 @@ class Bootstrap(msgspec.Struct, tag="bootstrap", frozen=True):
     ignore_eos: bool
     fingerprint: str
     page_bytes: int
+    ticket: int = 0
+    """Number of this hand-off at its sender, repeated in all that concerns it: room names may come back."""
 
 
 class Reserved(msgspec.Struct, tag="reserved", frozen=True):
@@ -176,6 +178,7 @@ class Reserved(msgspec.Struct, tag="reserved", frozen=True):
     room: str
     pages: bytes
     """Page ids, packed."""
+    ticket: int = 0
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -183,6 +186,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 
     room: str
     message: str
+    ticket: int = 0
 
 
 class Commit(msgspec.Struct, tag="commit", frozen=True):
@@ -194,6 +198,14 @@ class Commit(msgspec.Struct, tag="commit", frozen=True):
     token_id: int
     logprob: float
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    ticket: int = 0
+
+
+class Arrived(msgspec.Struct, tag="arrived", frozen=True):
+    """Decode -> prefill: every page of the room and its first token are here."""
+
+    room: str
+    ticket: int = 0
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
@@ -205,6 +217,7 @@ class Cancel(msgspec.Struct, tag="cancel", frozen=True):
     room: str
     message: str
     quiet: bool
+    ticket: int = 0
 
 
 class Ping(msgspec.Struct, tag="ping", frozen=True):
@@ -223,7 +236,7 @@ Message = (
     Hello | Welcome | Ping | Pong | Failed | StatsQuery | Stats
     | Submit | Abort | Accepted | FirstToken | Transferred
     | Attach | Token | Finished
-    | PoolInfo | Bootstrap | Reserved | Refused | Commit | Cancel
+    | PoolInfo | Bootstrap | Reserved | Refused | Commit | Arrived | Cancel
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
