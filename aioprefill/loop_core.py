@@ -1,0 +1,79 @@
+"""What the loop's tasks share, and the scheduling step that they run. Nothing here awaits.
+
+A scheduling step has a fixed order, although the waits around it are separate: result n and the delayed
+sample of n+1 -> input -> bootstrapped -> chunk bookkeeping of n+1 and one preparation attempt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aioprefill.config import SchedulerConfig
+from aioprefill.errors import DeviceError
+from aioprefill.host import PrefillHost
+from aioprefill.host_calls import HostCalls
+from aioprefill.pipeline import Flight, Pipeline
+from aioprefill.signals import Signals
+from aioprefill.tp_agree import Agreement
+
+
+@dataclass(frozen=True, slots=True)
+class LoopCore:
+    """The loop's state, its way to the host, and its signals."""
+
+    host: PrefillHost
+    calls: HostCalls
+    pipeline: Pipeline
+    signals: Signals
+    agreement: Agreement
+    config: SchedulerConfig
+
+    def take_input(self) -> None:
+        """One `ingest`; what is left over is signalled."""
+        result = self.calls.ingest(hold_pause=self.pipeline.result_pending)
+        self.pipeline.ingested(result)
+        if result.more:
+            self.signals.input.set()
+
+    def collect_bootstrapped(self) -> None:
+        """Make requests whose handshake ended admissible, unless input is held."""
+        if not self.pipeline.held:
+            self.pipeline.collected(self.calls.collect_bootstrapped())
+
+    def run_preparation(self, *, scheduling_step: bool) -> None:
+        """Prepare and launch until no slot is free or nothing is found.
+
+        Afterwards the chunk bookkeeping of the oldest forward is done, whatever else is held or paused.
+        """
+        while (attempt := self.pipeline.next_attempt()) is not None:
+            batch = self.calls.prepare(
+                last=attempt.last, admit=attempt.admit, scheduling_step=scheduling_step
+            )
+            self.pipeline.prepared(attempt, batch is not None)
+            if batch is None:
+                return
+            number = self.pipeline.next_number
+            forward = self.calls.launch(batch, number)
+            self.pipeline.launched(forward, self.calls.now())
+            self.signals.launched.set()
+            scheduling_step = False
+
+    def scheduling_step(self) -> None:
+        """The step, without a result in front."""
+        self.take_input()
+        self.collect_bootstrapped()
+        self.run_preparation(scheduling_step=True)
+        if self.pipeline.take_idle_step():
+            self.calls.on_idle()
+        self.signals.progress.set()
+
+    def finish_forward(self, flight: Flight, error: DeviceError | None) -> None:
+        """The step behind the result of the oldest forward. Raises a sticky `error` at its end."""
+        if error is None:
+            self.calls.process_result(flight.forward)
+        else:
+            self.calls.fail_result(flight.forward, error)
+        self.pipeline.processed(flight.number)
+        if error is not None and error.sticky:
+            raise error
+        self.scheduling_step()

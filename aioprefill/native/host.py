@@ -1,0 +1,356 @@
+"""The native host: runs the port's host calls over an engine, a KV transfer and the pure parts.
+
+A request is admitted with pages for its whole prompt, runs in chunks, and hands its KV over chunk by chunk
+as results are processed. Live requests, what they hold and their outcomes are the `Ledger`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from aioprefill.completion import Completion
+from aioprefill.config import NativeConfig
+from aioprefill.engine.port import Engine, EngineForward, SampledToken, Span
+from aioprefill.errors import AioprefillError, DeviceError, HostError, PeerError, RequestAborted
+from aioprefill.host import Ingested, Progress, Wake
+from aioprefill.native.frontend import Arrival, Frontend
+from aioprefill.native.ledger import Ledger
+from aioprefill.native.memory import KVMemory
+from aioprefill.native.planner import Limits, Piece, plan
+from aioprefill.native.policy import first_come_first_served
+from aioprefill.native.request_state import Move, Request, State
+from aioprefill.transfer.port import Handoff, KVTransfer, TransferEvent, TransferState
+
+logger = logging.getLogger(__name__)
+
+INGEST_BOUND = 256
+"""Inputs that one `ingest` dispatches at most."""
+CLOSE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class NativeBatch:
+    """What `prepare` hands to `launch`."""
+
+    pieces: list[Piece]
+
+
+@dataclass(slots=True)
+class NativeForward:
+    """A launched batch. `settled`: its chunk bookkeeping is done."""
+
+    number: int
+    pieces: list[Piece]
+    engine_forward: EngineForward
+    launched_s: float
+    settled: bool = False
+
+    @property
+    def completion(self) -> Completion:
+        """Ready when the sampled tokens are on the host side."""
+        return self.engine_forward.completion
+
+
+class NativeHost:
+    """Implements `PrefillHost` (see there for the calls). `frontend` takes requests and aborts.
+
+    Owns `engine` and `transfer` from now on: `aclose` closes both. `transfer` may be None: then requests
+    that name a peer fail, and all others get their first token.
+    """
+
+    intake_tick_s: float | None = None
+
+    def __init__(
+        self, engine: Engine, transfer: KVTransfer | None = None, config: NativeConfig | None = None
+    ) -> None:
+        self.engine = engine
+        self.transfer = transfer
+        self.config = config or NativeConfig()
+        self._layout = engine.spec.layout
+        self.memory = KVMemory(
+            engine.num_pages, self._layout.page_size, prefix_cache=self.config.prefix_cache
+        )
+        self.frontend = Frontend(engine.spec, engine.num_pages, self.config)
+        self.ledger = Ledger(self.frontend, self.memory, transfer, self._layout)
+        self._limits = Limits(
+            self.config.chunk_tokens, self.config.max_batch_requests, self._layout.page_size
+        )
+        self._bootstrapped: list[Request] = []
+        self._forwards: deque[NativeForward] = deque()
+        self._arrivals = 0
+        self._draining = False
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<NativeHost in_flight={len(self._forwards)} {self.ledger!r} {self.memory.pool!r}>"
+
+    def bind(self, wake: Wake) -> None:
+        """See `PrefillHost.bind`."""
+        self.frontend.bind(wake.input, asyncio.get_running_loop().time)
+        if self.transfer is not None:
+            self.transfer.start(wake.transfers)
+
+    # Intake
+
+    def ingest(self, now: float, *, hold_pause: bool) -> Ingested:
+        """See `PrefillHost.ingest`."""
+        inbox = self.frontend.inbox
+        taken = requests = 0
+        while inbox and taken < INGEST_BOUND:
+            taken += 1
+            item = inbox.popleft()
+            if isinstance(item, Arrival):
+                requests += 1
+                self._arrive(item)
+            else:
+                self._abort(item.request_id, item.reason)
+        return Ingested(requests=requests, admission_changed=taken > 0, more=bool(inbox))
+
+    def _arrive(self, arrival: Arrival) -> None:
+        asked = arrival.request
+        request = Request(
+            request_id=asked.request_id,
+            tokens=arrival.tokens,
+            sampling=asked.sampling,
+            peer=asked.peer,
+            max_new_tokens=asked.max_new_tokens,
+            ignore_eos=asked.ignore_eos,
+            handle=arrival.handle,
+            arrival=self._arrivals,
+            state=State.WAITING if asked.peer is None else State.BOOTSTRAPPING,
+        )
+        self._arrivals += 1
+        self.ledger.add(request)
+        if self._draining:
+            self.ledger.fail(request, RequestAborted("the scheduler is draining"))
+        elif request.peer is not None:
+            self._handshake(request, request.peer)
+
+    def _handshake(self, request: Request, peer: str) -> None:
+        if self.transfer is None:
+            self.ledger.fail(request, PeerError(peer, "this scheduler has no KV transfer"))
+            return
+        request.room_open = True
+        self.transfer.open(
+            Handoff(
+                room=request.request_id,
+                peer=peer,
+                prompt_tokens=request.length,
+                pages=self._layout.pages_for(request.length),
+                sampling=request.sampling,
+                max_new_tokens=request.max_new_tokens,
+                ignore_eos=request.ignore_eos,
+            )
+        )
+
+    def _abort(self, request_id: str, reason: str) -> None:
+        request = self.ledger.requests.get(request_id)
+        if request is not None and not request.over:
+            self.ledger.fail(request, RequestAborted(f"request {request_id}: {reason}"))
+
+    def collect_bootstrapped(self, now: float) -> int:
+        """See `PrefillHost.collect_bootstrapped`."""
+        ready = [request for request in self._bootstrapped if request.state is State.BOOTSTRAPPING]
+        self._bootstrapped.clear()
+        for request in ready:
+            del self.ledger.bootstrapping[request.request_id]
+            request.move(Move.BOOTSTRAPPED)
+            self.ledger.waiting[request.request_id] = request
+        return len(ready)
+
+    # Preparation
+
+    def prepare(
+        self, now: float, *, last: int | None, admit: bool, scheduling_step: bool
+    ) -> NativeBatch | None:
+        """See `PrefillHost.prepare`."""
+        if last is not None and not self._forwards[0].settled:
+            assert self._forwards[0].number == last
+            self._settle(self._forwards[0])
+        if not admit:
+            return None
+        waiting = first_come_first_served(self.ledger.waiting.values())
+        if self.config.optimistic:
+            waiting += first_come_first_served(self.ledger.bootstrapping.values())
+        pieces = plan(self.ledger.under_way.values(), waiting, self._limits, self.ledger.admit)
+        return NativeBatch(pieces) if pieces else None
+
+    def _settle(self, forward: NativeForward) -> None:
+        """Chunk bookkeeping: prompts whose chunk is launched may go on with the next one."""
+        forward.settled = True
+        for piece in forward.pieces:
+            if not piece.final and not piece.request.over:
+                self.ledger.under_way[piece.request.request_id] = piece.request
+
+    def launch(self, now: float, batch: NativeBatch, number: int) -> NativeForward:
+        """See `PrefillHost.launch`."""
+        engine_forward = self.engine.launch([self._span(piece) for piece in batch.pieces])
+        for piece in batch.pieces:
+            request = piece.request
+            request.launched_s = now if request.launched_s is None else request.launched_s
+            request.planned = piece.end
+            request.in_flight += 1
+            del self.ledger.under_way[request.request_id]
+        forward = NativeForward(number, batch.pieces, engine_forward, now)
+        self._forwards.append(forward)
+        return forward
+
+    def _span(self, piece: Piece) -> Span:
+        request = piece.request
+        return Span(
+            token_ids=request.tokens[piece.start : piece.end],
+            start=piece.start,
+            pages=request.pages[: self._layout.pages_for(piece.end)],
+            sample=request.sampling if piece.final else None,
+        )
+
+    # Results
+
+    def process_result(self, now: float, forward: NativeForward) -> None:
+        """See `PrefillHost.process_result`. A request that cannot take its result fails alone."""
+        assert self._forwards.popleft() is forward
+        self._learn_speed(now, forward)
+        for piece, output in zip(forward.pieces, forward.engine_forward.outputs(), strict=True):
+            request = piece.request
+            request.in_flight -= 1
+            reason = self.frontend.aborting.get(request.request_id)
+            if reason is not None:
+                self._abort(request.request_id, reason)
+            if not request.over:
+                try:
+                    self._take_result(now, piece, output)
+                except Exception as err:
+                    logger.exception("request %s: its result could not be processed", request.request_id)
+                    self.ledger.fail(request, HostError(f"request {request.request_id}: {err!r}"))
+            self.ledger.release_if_quiet(request)
+
+    def _learn_speed(self, now: float, forward: NativeForward) -> None:
+        tokens = sum(piece.tokens for piece in forward.pieces)
+        self.ledger.totals.computed_tokens += tokens
+        speed = tokens / max(now - forward.launched_s, 1e-6)
+        self.frontend.tokens_per_s += 0.1 * (speed - self.frontend.tokens_per_s)
+
+    def _take_result(self, now: float, piece: Piece, output: SampledToken | None) -> None:
+        request = piece.request
+        request.computed = piece.end
+        self.memory.keep_prefix(request)
+        if piece.final:
+            assert output is not None, "a final chunk has no sampled token"
+            request.first = output
+            self.ledger.publish(now, request, output)
+            if request.peer is None:
+                request.move(Move.PREFILLED_LOCAL)
+                self.ledger.finish(now, request)
+            else:
+                request.move(Move.PREFILLED if request.bootstrapped else Move.PREFILLED_EARLY)
+        if request.bootstrapped:
+            self.ledger.send(request)
+
+    def fail_result(self, now: float, forward: NativeForward, error: DeviceError) -> None:
+        """See `PrefillHost.fail_result`."""
+        assert self._forwards.popleft() is forward
+        for piece in forward.pieces:
+            piece.request.in_flight -= 1
+            if not piece.request.over:
+                self.ledger.fail(piece.request, error)
+            self.ledger.release_if_quiet(piece.request)
+
+    # Transfers
+
+    def progress_transfers(self, now: float) -> Progress:
+        """See `PrefillHost.progress_transfers`."""
+        available = self.memory.pool.available
+        retired = failed = 0
+        for event in self.transfer.poll() if self.transfer is not None else ():
+            request = self.ledger.requests.get(event.room)
+            if request is None:
+                logger.error("transfer event for an unknown room: %s", event)
+                continue
+            if not request.over:
+                retired += event.state is TransferState.SUCCESS
+                failed += event.state is TransferState.FAILED
+            self._take_event(now, request, event)
+        freed = self.memory.pool.available > available
+        return Progress(bootstrapped=len(self._bootstrapped), retired=retired, failed=failed, freed=freed)
+
+    def _take_event(self, now: float, request: Request, event: TransferEvent) -> None:
+        if event.released:
+            request.room_open = False
+        if not request.over:
+            if event.state is TransferState.WAITING_FOR_INPUT:
+                self._peer_ready(request)
+            elif event.state is TransferState.SUCCESS:
+                request.move(Move.TRANSFERRED)
+                self.ledger.finish(now, request)
+            elif event.state is TransferState.FAILED:
+                self.ledger.fail(request, PeerError(request.peer or "?", event.reason or "failed"))
+        self.ledger.release_if_quiet(request)
+
+    def _peer_ready(self, request: Request) -> None:
+        request.bootstrapped = True
+        if request.state is State.BOOTSTRAPPING:
+            self._bootstrapped.append(request)
+            return
+        request.move(Move.BOOTSTRAPPED)
+        self.ledger.send(request)
+
+    # The rest of the port
+
+    def on_idle(self, now: float) -> None:
+        """See `PrefillHost.on_idle`."""
+
+    def next_timer(self) -> float | None:
+        """See `PrefillHost.next_timer`. The transfer keeps its own timers."""
+        return None
+
+    def begin_drain(self, now: float) -> None:
+        """See `PrefillHost.begin_drain`."""
+        self._draining = True
+        for request in self.ledger.open:
+            if not request.all_launched:
+                reason = f"request {request.request_id}: dropped, for the scheduler drains"
+                self.ledger.fail(request, RequestAborted(reason))
+
+    def end_drain(self, now: float) -> None:
+        """See `PrefillHost.end_drain`."""
+        for request in self.ledger.open:
+            reason = f"request {request.request_id}: not done at the end of the drain"
+            self.ledger.fail(request, RequestAborted(reason))
+
+    def open_requests(self) -> Sequence[str]:
+        """See `PrefillHost.open_requests`."""
+        coming = [item.request.request_id for item in self.frontend.inbox if isinstance(item, Arrival)]
+        return [request.request_id for request in self.ledger.open] + coming
+
+    def stats(self) -> Mapping[str, int | float | str]:
+        """See `PrefillHost.stats`."""
+        pool = self.memory.pool
+        return {
+            **self.ledger.totals.table(),
+            "queued_requests": self.frontend.queued_requests,
+            "queued_tokens": self.frontend.queued_tokens,
+            "pages": pool.num_pages,
+            "pages_free": pool.free,
+            "pages_cached": pool.idle,
+            "pages_held": pool.held,
+            "page_bytes": self._layout.page_bytes,
+        }
+
+    async def aclose(self, error: AioprefillError) -> None:
+        """See `PrefillHost.aclose`. Waits at most 10 s for a device that hangs."""
+        if self._closed:
+            return
+        self._closed = True
+        self.frontend.close(error)
+        for request in self.ledger.open:
+            self.ledger.fail(request, error)
+        if self.transfer is not None:
+            await self.transfer.aclose()
+        closing = asyncio.get_running_loop().run_in_executor(None, self.engine.close)
+        done, _ = await asyncio.wait([closing], timeout=CLOSE_TIMEOUT_S)
+        if not done:
+            logger.error("the engine did not stop within %.0f s: a forward hangs", CLOSE_TIMEOUT_S)

@@ -1,0 +1,62 @@
+"""Gives requests their KV pages and takes them back: page pool and prefix cache together. Pure."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from aioprefill.native.pages import PagePool
+from aioprefill.native.prefix_cache import PrefixCache
+from aioprefill.native.request_state import NO_PAGES, Request
+
+
+class KVMemory:
+    """The pages of one KV pool."""
+
+    def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool) -> None:
+        self.pool = PagePool(num_pages)
+        self.cache = PrefixCache(self.pool, page_size) if prefix_cache else None
+        self.page_size = page_size
+
+    def admit(self, request: Request) -> bool:
+        """Give a request pages for its whole prompt, reusing cached ones; False: not enough pages now.
+
+        All at once, so that a prompt under way never waits for memory that another one holds.
+        """
+        matched = self.cache.match(request.tokens) if self.cache is not None else []
+        self.pool.hold(matched)
+        missing = -(-request.length // self.page_size) - len(matched)
+        if missing > self.pool.available:
+            self.pool.drop(matched)
+            return False
+        if self.cache is not None and missing > self.pool.free:
+            self.cache.evict(missing - self.pool.free)
+        request.pages = np.array(matched + self.pool.take(missing), dtype=np.int32)
+        request.inserted = len(matched)
+        request.cached = request.planned = request.computed = len(matched) * self.page_size
+        return True
+
+    def keep_prefix(self, request: Request) -> None:
+        """Give the full pages that a request has computed so far to the prefix cache."""
+        full = request.computed // self.page_size
+        if self.cache is None or full <= request.inserted:
+            return
+        own = request.pages[:full].tolist()
+        path = self.cache.insert(request.tokens, own)
+        new = zip(path[request.inserted :], own[request.inserted :], strict=True)
+        others = [theirs for theirs, mine in new if theirs != mine]
+        self.pool.hold(others)
+        request.tree_pages += others
+        request.inserted = full
+
+    def release(self, request: Request) -> None:
+        """Take back all that a request holds."""
+        self.pool.drop(request.tree_pages)
+        self.pool.drop(reversed(request.pages.tolist()))
+        request.pages, request.tree_pages = NO_PAGES, []
+
+    def check(self) -> None:
+        """Assert the invariants of pool and cache."""
+        self.pool.check()
+        if self.cache is not None:
+            self.cache.check()
+            assert self.pool.idle <= self.cache.pages

@@ -1,0 +1,201 @@
+"""Radix prefix cache with LRU eviction, in whole pages. Pure.
+
+An edge of the tree holds the tokens of one or more pages, as packed bytes, so that comparing a whole edge
+is one memory comparison. Requests hold the pages they match, from the root down; so the idle pages are
+always ends of paths, and trimming leaves from their ends can evict every one of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+from aioprefill.engine.port import TokenIds
+from aioprefill.native.pages import PagePool
+
+TOKEN_BYTES = 4
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One edge and what lies below it."""
+
+    key: bytes
+    """Packed tokens of the edge's pages."""
+    pages: list[int]
+    parent: Node | None
+    children: dict[bytes, Node] = field(default_factory=dict)
+    """By the packed tokens of the child's first page."""
+    used: int = 0
+    """Logical time of the last match or insert through this node."""
+
+
+class PrefixCache:
+    """Finds, keeps and evicts pages by the tokens that lead to them."""
+
+    def __init__(self, pool: PagePool, page_size: int) -> None:
+        self._pool = pool
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._page_size = page_size
+        self._root = Node(b"", [], None)
+        self._clock = 0
+        self._lru: list[tuple[int, int, Node]] = []
+        self._entries = 0
+        self.nodes = 0
+        self.pages = 0
+        """Pages in the tree."""
+
+    def __repr__(self) -> str:
+        return f"<PrefixCache pages={self.pages} nodes={self.nodes}>"
+
+    def match(self, tokens: TokenIds) -> list[int]:
+        """Pages of the longest cached prefix, in whole pages. They are not held yet.
+
+        At least one token is left out, for a forward needs a token to give logits.
+        """
+        key = self._key(tokens, (len(tokens) - 1) // self._page_size)
+        pages: list[int] = []
+        node, at = self._root, 0
+        self._clock += 1
+        while (child := node.children.get(key[at : at + self._page_bytes])) is not None:
+            common = self._common(child.key, key, at)
+            pages += child.pages[: common // self._page_bytes]
+            self._touch(child)
+            if common < len(child.key):
+                break
+            node, at = child, at + common
+        return pages
+
+    def insert(self, tokens: TokenIds, pages: list[int]) -> list[int]:
+        """Keep the first `len(pages)` pages of `tokens`, which the caller holds.
+
+        Returns the tree's pages for these tokens. Where the tree had a page already it keeps its own;
+        the caller must hold those too for as long as it holds the ones below them.
+        """
+        path: list[int] = []
+        key = self._key(tokens, len(pages))
+        node, at = self._root, 0
+        self._clock += 1
+        while at < len(key):
+            child = node.children.get(key[at : at + self._page_bytes])
+            if child is None:
+                path += pages[at // self._page_bytes :]
+                self._add(node, key[at:], pages[at // self._page_bytes :])
+                break
+            common = self._common(child.key, key, at)
+            if common < len(child.key) and at + common < len(key):
+                child = self._split(child, common)
+            self._touch(child)
+            path += child.pages[: common // self._page_bytes]
+            node, at = child, at + common
+        return path
+
+    def evict(self, count: int) -> int:
+        """Free up to `count` idle pages, least recently used first; how many."""
+        freed = 0
+        busy: list[tuple[int, int, Node]] = []
+        while freed < count and self._lru:
+            entry = heapq.heappop(self._lru)
+            node = entry[2]
+            if entry[0] != node.used or node.children or not node.pages:
+                continue  # stale: used since, no leaf any more, or gone
+            freed += self._trim(node, count - freed)
+            if node.pages:
+                busy.append(entry)
+        for entry in busy:
+            heapq.heappush(self._lru, entry)
+        return freed
+
+    def clear(self) -> int:
+        """Free every idle page; how many."""
+        return self.evict(self._pool.num_pages)
+
+    # Inside
+
+    def _key(self, tokens: TokenIds, pages: int) -> bytes:
+        return tokens[: pages * self._page_size].tobytes()
+
+    def _common(self, edge: bytes, key: bytes, at: int) -> int:
+        """Bytes, in whole pages, that `edge` and `key` from `at` share; the first page is known to."""
+        if key.startswith(edge, at):
+            return len(edge)
+        low, high = 1, min(len(edge), len(key) - at) // self._page_bytes
+        while low < high:
+            middle = (low + high + 1) // 2
+            end = middle * self._page_bytes
+            if key.startswith(edge[:end], at):
+                low = middle
+            else:
+                high = middle - 1
+        return low * self._page_bytes
+
+    def _touch(self, node: Node) -> None:
+        node.used = self._clock
+        if not node.children:
+            self._remember(node)
+
+    def _remember(self, node: Node) -> None:
+        """Queue a leaf for eviction; older entries of it become stale."""
+        self._entries += 1
+        heapq.heappush(self._lru, (node.used, self._entries, node))
+        if len(self._lru) > 4 * self.nodes + 64:
+            self._lru = [entry for entry in self._lru if entry[0] == entry[2].used and entry[2].pages]
+            heapq.heapify(self._lru)
+
+    def _add(self, parent: Node, key: bytes, pages: list[int]) -> None:
+        node = Node(key, pages, parent, used=self._clock)
+        parent.children[key[: self._page_bytes]] = node
+        self.nodes += 1
+        self.pages += len(pages)
+        self._pool.cache(pages)
+        self._remember(node)
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Cut an edge after `at` bytes; the upper half, which is new."""
+        assert node.parent is not None
+        cut = at // self._page_bytes
+        upper = Node(node.key[:at], node.pages[:cut], node.parent, used=node.used)
+        node.parent.children[upper.key[: self._page_bytes]] = upper
+        node.key, node.pages, node.parent = node.key[at:], node.pages[cut:], upper
+        upper.children[node.key[: self._page_bytes]] = node
+        self.nodes += 1
+        return upper
+
+    def _trim(self, node: Node, count: int) -> int:
+        """Free up to `count` idle pages from the end of a leaf; how many."""
+        keep = len(node.pages)
+        while keep > 0 and len(node.pages) - keep < count and self._pool.refs(node.pages[keep - 1]) == 0:
+            keep -= 1
+        gone = node.pages[keep:]
+        self._pool.evict(reversed(gone))
+        self.pages -= len(gone)
+        if keep == 0:
+            self._remove(node)
+        else:
+            node.key, node.pages = node.key[: keep * self._page_bytes], node.pages[:keep]
+        return len(gone)
+
+    def _remove(self, node: Node) -> None:
+        assert node.parent is not None
+        del node.parent.children[node.key[: self._page_bytes]]
+        node.pages = []
+        self.nodes -= 1
+        if not node.parent.children and node.parent.pages:
+            self._remember(node.parent)
+
+    def check(self) -> None:
+        """Assert the tree's invariants."""
+        pages, nodes, stack = 0, 0, list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            nodes += 1
+            pages += len(node.pages)
+            assert len(node.key) == len(node.pages) * self._page_bytes and node.pages
+            assert node.parent is not None
+            assert node.parent.children[node.key[: self._page_bytes]] is node
+            busy = [self._pool.refs(page) > 0 for page in node.pages]
+            assert busy == sorted(busy, reverse=True), "a held page lies below an idle one"
+            for child in node.children.values():
+                assert busy[-1] or self._pool.refs(child.pages[0]) == 0, "a held page lies below an idle one"
+            stack += node.children.values()
+        assert (pages, nodes) == (self.pages, self.nodes)

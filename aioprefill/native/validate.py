@@ -1,0 +1,51 @@
+"""Checks that a request can be served at all, before anything is done for it. Pure."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from aioprefill.engine.port import ModelSpec, TokenIds
+from aioprefill.errors import InvalidRequest
+from aioprefill.request import PrefillRequest
+
+MAX_ID_LENGTH = 128
+
+
+def validate(request: PrefillRequest, spec: ModelSpec, num_pages: int) -> TokenIds:
+    """The prompt as uint32 of shape (n,). Raises `InvalidRequest` naming the field that is wrong."""
+    if not 1 <= len(request.request_id) <= MAX_ID_LENGTH:
+        raise InvalidRequest("request_id", f"must have 1 to {MAX_ID_LENGTH} characters")
+    tokens = prompt_tokens(request, spec)
+    if len(tokens) >= spec.context_length:
+        raise InvalidRequest(
+            "prompt",
+            f"has {len(tokens)} tokens, the model's context is {spec.context_length} with the first new one",
+        )
+    pages = spec.layout.pages_for(len(tokens))
+    if pages > num_pages:
+        raise InvalidRequest("prompt", f"needs {pages} KV pages, the whole pool has {num_pages}")
+    if request.peer is not None and not request.peer:
+        raise InvalidRequest("peer", "must name a decode peer, or be left out")
+    if request.max_new_tokens < 1:
+        raise InvalidRequest("max_new_tokens", f"must be at least 1, got {request.max_new_tokens}")
+    request.sampling.validate()
+    if request.sampling.top_k > spec.vocab_size:
+        raise InvalidRequest("sampling.top_k", f"must be at most the vocabulary's {spec.vocab_size}")
+    return tokens
+
+
+def prompt_tokens(request: PrefillRequest, spec: ModelSpec) -> TokenIds:
+    """The prompt as an array, checked against the vocabulary."""
+    try:
+        tokens = np.asarray(request.token_ids)
+    except ValueError as err:
+        raise InvalidRequest("prompt", f"is no list of token ids: {err}") from err
+    if tokens.size == 0:
+        raise InvalidRequest("prompt", "is empty")
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise InvalidRequest("prompt", f"must be a flat list of integers, got {tokens.dtype} {tokens.shape}")
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= spec.vocab_size:
+        bad = low if low < 0 else high
+        raise InvalidRequest("prompt", f"token id {bad} is outside the vocabulary of {spec.vocab_size}")
+    return np.ascontiguousarray(tokens, dtype=np.uint32)

@@ -1,0 +1,183 @@
+"""The state of the two-slot loop. Pure: no asyncio, torch, zmq or clock.
+
+Rule: every change of the loop's state happens in this file, and nothing here awaits. Tasks ask
+(`next_attempt`, `oldest`, `take_idle_step`) and tell (`ingested`, `prepared`, `launched`, `processed`, …).
+
+The last batch is the oldest forward whose result is not processed. A preparation that names it does its
+chunk bookkeeping. A result may be processed only after such a preparation, so that KV chunk ranges are
+those of one-at-a-time completion.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from aioprefill.host import Forward, Ingested, Progress
+
+SLOTS = 2
+"""Forwards in flight at most: hosts keep two sets of buffers alive."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A launched forward whose result is not processed."""
+
+    forward: Forward
+    launched_at: float
+    seen_as_last: bool = False
+    """A preparation has named it as the last batch: its chunk bookkeeping is done."""
+
+    @property
+    def number(self) -> int:
+        """Number of the forward, in launch order from 0."""
+        return self.forward.number
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A preparation to make: arguments of `PrefillHost.prepare`."""
+
+    last: int | None
+    admit: bool
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start."""
+
+    launched: int = 0
+    processed: int = 0
+    max_in_flight: int = 0
+    preparations: int = 0
+    empty_preparations: int = 0
+    arrivals: int = 0
+    arrivals_during_forward: int = 0
+    idle_steps: int = 0
+
+
+class Pipeline:
+    """Slots, preparation marker, pause and drain flags of one loop."""
+
+    def __init__(self) -> None:
+        self.flights: deque[Flight] = deque()
+        self.marker = False
+        """The last preparation found no batch while a result was pending, and nothing has changed since."""
+        self.held = 0
+        self.paused = False
+        self.exiting = False
+        self.counters = Counters()
+        self._idle_step_due = False
+        self._preparing = False
+
+    def __repr__(self) -> str:
+        numbers = ",".join(str(flight.number) for flight in self.flights)
+        return (
+            f"<Pipeline in_flight=[{numbers}] marker={self.marker} held={self.held}"
+            f" paused={self.paused} exiting={self.exiting} processed={self.counters.processed}>"
+        )
+
+    # Questions
+
+    @property
+    def result_pending(self) -> bool:
+        """A forward is in flight."""
+        return bool(self.flights)
+
+    @property
+    def oldest(self) -> Flight | None:
+        """The forward whose result comes next."""
+        return self.flights[0] if self.flights else None
+
+    @property
+    def next_number(self) -> int:
+        """Number of the next forward."""
+        return self.counters.launched
+
+    @property
+    def may_admit(self) -> bool:
+        """A preparation may look for a batch."""
+        blocked = self.paused or self.exiting or self.held > 0 or len(self.flights) >= SLOTS
+        return not blocked and not (self.marker and self.flights)
+
+    def next_attempt(self) -> Attempt | None:
+        """The preparation to make now, or None: nothing may be admitted and no bookkeeping is due."""
+        last = self.oldest
+        bookkeeping_due = last is not None and not last.seen_as_last
+        if not self.may_admit and not bookkeeping_due:
+            return None
+        return Attempt(last=None if last is None else last.number, admit=self.may_admit)
+
+    def take_idle_step(self) -> bool:
+        """True once after the last result, when the step behind it launched nothing."""
+        due = self._idle_step_due and not self.flights
+        if due:
+            self._idle_step_due = False
+            self.counters.idle_steps += 1
+        return due
+
+    # Events
+
+    def ingested(self, result: Ingested) -> None:
+        """`ingest` returned."""
+        self.held = result.held
+        self.paused = result.paused
+        self.exiting = self.exiting or result.exiting
+        self.counters.arrivals += result.requests
+        if self.flights:
+            self.counters.arrivals_during_forward += result.requests
+        if result.admission_changed:
+            self.admission_changed()
+
+    def collected(self, bootstrapped: int) -> None:
+        """`collect_bootstrapped` returned."""
+        if bootstrapped:
+            self.admission_changed()
+
+    def transfers_progressed(self, progress: Progress) -> bool:
+        """`progress_transfers` returned; True when that can change what may be admitted."""
+        changed = progress.freed or progress.retired > 0 or progress.failed > 0
+        if changed:
+            self.admission_changed()
+        return changed
+
+    def admission_changed(self) -> None:
+        """Something can be admitted that could not before."""
+        self.marker = False
+
+    def prepared(self, attempt: Attempt, found: bool) -> None:
+        """`prepare` returned; `found` says whether with a batch, which is then launched at once."""
+        assert not self._preparing, "a batch was prepared and not launched"
+        assert attempt.admit or not found, "a batch came from a preparation that may not admit"
+        self.counters.preparations += 1
+        if self.flights:
+            assert attempt.last == self.flights[0].number
+            self.flights[0].seen_as_last = True
+        self._preparing = found
+        if attempt.admit and not found:
+            self.counters.empty_preparations += 1
+            self.marker = bool(self.flights)
+
+    def launched(self, forward: Forward, now: float) -> None:
+        """`launch` returned."""
+        assert self._preparing, "a forward was launched without a preparation"
+        assert len(self.flights) < SLOTS, "a third forward was launched"
+        assert forward.number == self.next_number, f"forward {forward.number} is not {self.next_number}"
+        self._preparing = False
+        self._idle_step_due = False
+        self.flights.append(Flight(forward, now))
+        self.counters.launched += 1
+        self.counters.max_in_flight = max(self.counters.max_in_flight, len(self.flights))
+
+    def processed(self, number: int) -> None:
+        """The result of the oldest forward was processed."""
+        assert self.flights and self.flights[0].number == number, f"result {number} is out of order: {self}"
+        assert self.flights[0].seen_as_last, f"result {number} was processed before its chunk bookkeeping"
+        self.flights.popleft()
+        self.counters.processed += 1
+        self.marker = False
+        self._idle_step_due = not self.flights
+
+    def drain(self) -> None:
+        """Launch nothing more."""
+        self.exiting = True
