@@ -25,8 +25,6 @@ class Flight:
 
     forward: Forward
     launched_at: float
-    seen_as_last: bool = False
-    """A preparation has named it as the last batch: its chunk bookkeeping is done."""
 
     @property
     def number(self) -> int:
@@ -69,6 +67,8 @@ class Pipeline:
         self.counters = Counters()
         self._idle_step_due = False
         self._preparing = False
+        self._last_named: int | None = None
+        """The last batch that the last preparation named; the host believes it to be running."""
 
     def __repr__(self) -> str:
         numbers = ",".join(str(flight.number) for flight in self.flights)
@@ -102,11 +102,11 @@ class Pipeline:
 
     def next_attempt(self) -> Attempt | None:
         """The preparation to make now, or None: nothing may be admitted and no bookkeeping is due."""
-        last = self.oldest
-        bookkeeping_due = last is not None and not last.seen_as_last
+        last = None if self.oldest is None else self.oldest.number
+        bookkeeping_due = last != self._last_named
         if not self.may_admit and not bookkeeping_due:
             return None
-        return Attempt(last=None if last is None else last.number, admit=self.may_admit)
+        return Attempt(last=last, admit=self.may_admit)
 
     def take_idle_step(self) -> bool:
         """True once after the last result, when the step behind it launched nothing."""
@@ -150,9 +150,7 @@ class Pipeline:
         assert not self._preparing, "a batch was prepared and not launched"
         assert attempt.admit or not found, "a batch came from a preparation that may not admit"
         self.counters.preparations += 1
-        if self.flights:
-            assert attempt.last == self.flights[0].number
-            self.flights[0].seen_as_last = True
+        self._last_named = attempt.last
         self._preparing = found
         if attempt.admit and not found:
             self.counters.empty_preparations += 1
@@ -172,7 +170,7 @@ class Pipeline:
     def processed(self, number: int) -> None:
         """The result of the oldest forward was processed."""
         assert self.flights and self.flights[0].number == number, f"result {number} is out of order: {self}"
-        assert self.flights[0].seen_as_last, f"result {number} was processed before its chunk bookkeeping"
+        assert self._last_named == number, f"result {number} was processed before its chunk bookkeeping"
         self.flights.popleft()
         self.counters.processed += 1
         self.marker = False
