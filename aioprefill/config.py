@@ -20,8 +20,6 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 PREFILL_ENDPOINT = "tcp://127.0.0.1:7410"
 DECODE_ENDPOINT = "tcp://127.0.0.1:7420"
 
-_LOOPBACK = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:", "ipc://")
-
 
 def _prefill_endpoint(*flags: str) -> Any:
     text = "Where the prefill process listens."
@@ -111,6 +109,7 @@ class NativeConfig(Checked):
     """The built-in host: batches and queue."""
 
     chunk_tokens: int = option(512, Integer(1, 1 << 20), "Most prompt tokens of one forward.")
+    max_batch_requests: int = option(64, Integer(1, 4096), "Most requests of one forward.")
     max_queue_requests: int = option(
         4096, Integer(1, 1 << 24), "Requests that may wait; further ones are refused with a retry hint."
     )
@@ -146,12 +145,14 @@ class ListenerConfig(ProcessConfig):
     """A process that others connect to."""
 
     def check_together(self) -> None:
-        """Off loopback, only with keys: a peer that connects may write to memory and read prompts."""
+        """Off loopback, only with keys: whoever connects can read prompts and write to the KV pool."""
+        from aioprefill.wire.security import is_local  # here, because most commands do without zmq
+
         for name, declared in own_options(self):
-            endpoint = getattr(self, name)
             if not isinstance(declared.kind, Endpoint) or self.curve_keys is not None:
                 continue
-            if not endpoint.startswith(_LOOPBACK):
+            endpoint = getattr(self, name)
+            if not is_local(endpoint):
                 message = (
                     f"{endpoint} is not on loopback, so keys are required: run `aioprefill keygen DIR` "
                     "and give --curve-keys DIR on both sides"

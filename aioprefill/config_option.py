@@ -72,12 +72,15 @@ def all_options(config: type[Checked]) -> list[Option]:
 
 
 class Checked:
-    """Base of the config classes: values are checked, and put in their normal form, when one is made."""
+    """Base of the config classes: values are checked, and put in their normal form, when one is made.
+
+    Text is taken too, as on the command line: `EngineConfig(kv_memory="512MiB")`.
+    """
 
     def __post_init__(self) -> None:
         for name, declared in own_options(self):
             try:
-                value = declared.kind.check(getattr(self, name))
+                value = declared.kind.read(getattr(self, name))
             except ValueError:
                 message = f"{name} must be {declared.kind.allowed}, got {getattr(self, name)!r}"
                 raise ConfigError(message) from None
