@@ -262,8 +262,21 @@ def decode(frame: bytes | memoryview) -> Message:
 
 
 def pack_ids(ids: Sequence[int] | npt.NDArray[np.generic]) -> bytes:
-    """Ids as packed little-endian uint32. Raises `OverflowError` for one that is negative or too large."""
-    return np.asarray(ids, dtype="<u4").tobytes()
+    """Ids, shape (n,), as packed little-endian uint32.
+
+    Raises `OverflowError` for one that is negative or too large, `TypeError` for what is no integer, and
+    `ValueError` for more than one dimension.
+    """
+    array = np.asarray(ids)
+    if array.ndim != 1:
+        raise ValueError(f"ids must have one dimension, got {array.ndim}")
+    if array.size and array.dtype != np.dtype("<u4"):
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"ids must be integers, got {array.dtype}")
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high >= 1 << 32:  # asarray(dtype=...) would wrap them silently
+            raise OverflowError(f"ids must be within 0..2**32-1, got {low}..{high}")
+    return array.astype("<u4", copy=False).tobytes()
 
 
 def unpack_ids(packed: bytes) -> npt.NDArray[np.uint32]:

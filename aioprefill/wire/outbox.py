@@ -116,6 +116,10 @@ class Outbox:
             self._forget(frames)
         return len(lane)
 
+    def fullest(self) -> bytes | None:
+        """The peer for whom most messages wait."""
+        return max(self._lanes, key=lambda key: len(self._lanes[key]), default=None)
+
     def _forget(self, frames: list[bytes]) -> None:
         self.messages -= 1
         self.bytes -= sum(map(len, frames))

@@ -59,8 +59,9 @@ class ZmqPump:
 
     At most `batch` messages a turn; `max_outbox` messages wait to be sent, at most `max_per_peer` of them
     for one peer of a ROUTER (default: an eighth). `name` is for error messages. An exception of
-    `on_message` goes to `on_error` (default: the loop's exception handler); the pump goes on. The socket
-    belongs to the pump: `close` closes it. Not thread-safe.
+    `on_message` goes to `on_error` (default: the loop's exception handler); the pump goes on. A ROUTER with
+    ROUTER_MANDATORY tells `on_unreachable` the identity whose message was dropped because that peer has
+    left. The socket belongs to the pump: `close` closes it. Not thread-safe.
     """
 
     def __init__(
@@ -73,10 +74,12 @@ class ZmqPump:
         max_outbox: int = 65536,
         max_per_peer: int | None = None,
         on_error: Callable[[Exception], None] | None = None,
+        on_unreachable: Callable[[bytes], None] | None = None,
     ) -> None:
         self._socket = socket
         self._on_message = on_message
         self._on_error = on_error or self._report
+        self._on_unreachable = on_unreachable
         self._batch = batch
         self._router = socket.type == zmq.ROUTER
         self._outbox = Outbox(
@@ -135,6 +138,18 @@ class ZmqPump:
     def forget(self, identity: bytes) -> None:
         """Drop what waits for one peer of a ROUTER."""
         self._outbox.drop(identity)
+
+    def slowest_peer(self) -> bytes | None:
+        """The peer of a ROUTER for which most messages wait."""
+        return self._outbox.fullest()
+
+    def receive_pending(self) -> None:
+        """Handle what has arrived already, without waiting for the loop's next turn.
+
+        For use when the connection was lost: what the other side said before comes first.
+        """
+        while not self._closed and self._receive():
+            pass
 
     def watch_connections(
         self,
@@ -243,6 +258,8 @@ class ZmqPump:
         except zmq.ZMQError as err:
             if err.errno not in _GONE:
                 self._fail(err)
+            elif self._on_unreachable is not None and self._loop is not None:
+                self._loop.call_soon(self._on_unreachable, frames[0])  # not amid a walk over the outbox
             return Offer.GONE
         return Offer.SENT
 
