@@ -1,0 +1,50 @@
+"""One sequence that is being decoded. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from aioprefill.engine.port import PageIds, SampledToken, Span
+from aioprefill.transfer.port import Handoff
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A prompt whose KV has arrived, and the tokens generated behind it."""
+
+    handoff: Handoff
+    pages: PageIds
+    """Page table for the prompt and everything that may be generated."""
+    last_token: int
+    generated: int = 0
+    """Tokens generated so far, the first one (sampled by prefill) included."""
+
+    @property
+    def room(self) -> str:
+        """The request's id."""
+        return self.handoff.room
+
+    def span(self) -> Span:
+        """The next step: the last token, at its position."""
+        return Span(
+            token_ids=np.array([self.last_token], dtype=np.uint32),
+            start=self.handoff.prompt_tokens + self.generated - 1,
+            pages=self.pages,
+            sample=self.handoff.sampling,
+        )
+
+    def take(self, token: SampledToken, eos: frozenset[int]) -> str | None:
+        """Append a token; the reason to finish ("eos" or "length"), or None: go on."""
+        self.last_token = token.token_id
+        self.generated += 1
+        if token.token_id in eos and not self.handoff.ignore_eos:
+            return "eos"
+        return "length" if self.generated >= self.handoff.max_new_tokens else None
+
+
+def pages_needed(handoff: Handoff, page_size: int) -> int:
+    """Pages for the prompt and for what may be generated; the last token's KV is never needed."""
+    tokens = handoff.prompt_tokens + handoff.max_new_tokens - 1
+    return max(handoff.pages, -(-tokens // page_size))

@@ -1,0 +1,81 @@
+"""`aioprefill serve`: the native host as a process, served over ZMQ, handing KV over by NIXL."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+
+from aioprefill import __version__
+from aioprefill.config import EngineConfig, ServeConfig
+from aioprefill.engine.model_files import ResolvedModel, resolve_model
+from aioprefill.engine.port import ModelSpec
+from aioprefill.engine.transformers_engine import TransformersEngine
+from aioprefill.native.host import NativeHost
+from aioprefill.process import EXIT_DRAINED, Process, run_process
+from aioprefill.scheduler import PrefillScheduler
+from aioprefill.transfer.nixl_sender import NixlTransfer
+from aioprefill.wire.messages import Welcome
+from aioprefill.wire.prefill_service import PrefillService
+from aioprefill.wire.security import CurveKeys, load_keys
+
+logger = logging.getLogger(__name__)
+
+
+def load_engine(config: EngineConfig) -> TransformersEngine:
+    """Resolve and load the model. Blocks for seconds. Raises `ModelError`, `ConfigError`."""
+    model: ResolvedModel = resolve_model(config.model, cache_dir=config.cache_dir)
+    return TransformersEngine.load(
+        model.path,
+        name=model.name,
+        fingerprint=model.fingerprint,
+        dtype=config.dtype,
+        device=config.device,
+        page_size=config.page_size,
+        kv_memory_bytes=config.kv_memory,
+        threads=config.threads,
+    )
+
+
+def welcome_of(role: str, spec: ModelSpec) -> Welcome:
+    """What a server of this model says to those who connect."""
+    return Welcome(
+        role=role,
+        epoch=uuid.uuid4().hex,
+        model=spec.name,
+        fingerprint=spec.layout.fingerprint,
+        vocab_size=spec.vocab_size,
+        context_length=spec.context_length,
+        eos_token_ids=spec.eos_token_ids,
+        software=f"aioprefill {__version__}",
+    )
+
+
+def run_serve(config: ServeConfig) -> int:
+    """Run until told to stop; the exit code (see `aioprefill.process`)."""
+    return run_process("serve", lambda process: serve(process, config), log_level=config.log_level)
+
+
+async def serve(process: Process, config: ServeConfig) -> int:
+    """Load, serve, drain."""
+    keys: CurveKeys | None = None if config.curve_keys is None else load_keys(config.curve_keys)
+    engine = await asyncio.to_thread(load_engine, config.engine)
+    transfer = NixlTransfer(engine.pool_view, engine.spec.layout, keys=keys, lease_s=config.lease_s)
+    await asyncio.to_thread(transfer.prepare)
+    host = NativeHost(engine, transfer, config.native)
+    async with PrefillScheduler(host, config.scheduler) as scheduler:
+        process.report = lambda: f"open requests: {', '.join(host.open_requests()) or 'none'}"
+        async with PrefillService(
+            config.listen,
+            submit=scheduler.submit,
+            stats=lambda: scheduler.stats().flat(),
+            welcome=welcome_of("prefill", engine.spec),
+            keys=keys,
+        ) as service:
+            process.ready(service.endpoint, model=engine.spec.name, pages=engine.num_pages)
+            await process.wait_any(scheduler.wait_stopped())
+            report = await scheduler.drain(config.scheduler.drain_timeout_s)
+            for request_id in report.dropped:
+                logger.warning("dropped: %s", request_id)
+            logger.info("drained: %d finished, %d dropped", len(report.finished), len(report.dropped))
+    return EXIT_DRAINED

@@ -1,0 +1,88 @@
+"""What a long-running process needs around its coroutine: uvloop, signals, logging, an exit that ends.
+
+Exit codes: 0 drained, 1 failed, 2 wrong settings, 4 stopped at once by a second signal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn
+
+import uvloop
+
+logger = logging.getLogger("aioprefill")
+
+EXIT_DRAINED = 0
+EXIT_FAILED = 1
+EXIT_SETTINGS = 2
+EXIT_FORCED = 4
+
+Main = Callable[["Process"], Coroutine[Any, Any, int]]
+
+
+class Process:
+    """A process that stops when told: `stop` is set by the first SIGTERM or SIGINT.
+
+    The second one prints `report()` and leaves by `os._exit`: a thread inside a device call or a
+    collective cannot be interrupted.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.stop = asyncio.Event()
+        self.report: Callable[[], str] = lambda: "nothing was open"
+
+    def on_signal(self, number: int) -> None:
+        """First: drain. Second: leave."""
+        name = signal.Signals(number).name
+        if self.stop.is_set():
+            leave(EXIT_FORCED, f"{self.name}: {name} again, leaving at once; {self.report()}")
+        logger.info("%s: %s, draining", self.name, name)
+        self.stop.set()
+
+    def ready(self, endpoint: str, **facts: object) -> None:
+        """Tell whoever started the process that it serves, in one line on stdout."""
+        told = " ".join(f"{key}={value}" for key, value in facts.items())
+        print(f"ready {self.name} endpoint={endpoint} {told}".rstrip(), flush=True)
+
+    async def wait_any(self, *others: Coroutine[Any, Any, Any]) -> None:
+        """Return when `stop` is set or one of `others` ends; the rest is cancelled."""
+        waits = [asyncio.ensure_future(wait) for wait in (self.stop.wait(), *others)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+
+
+def run_process(name: str, main: Main, *, log_level: str) -> int:
+    """Run `main(process)` on uvloop; its exit code. Exceptions pass through."""
+    logging.basicConfig(
+        level=log_level.upper(), format=f"%(asctime)s {name} %(levelname)s %(message)s", stream=sys.stderr
+    )
+
+    async def run() -> int:
+        process = Process(name)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, process.on_signal, number)
+        return await main(process)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(run())
+
+
+def leave(code: int, message: str = "") -> NoReturn:
+    """End the process now, with what was printed written out."""
+    if message:
+        print(message, file=sys.stderr)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
