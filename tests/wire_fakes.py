@@ -75,12 +75,11 @@ class FakeScheduler:
     def service(self, endpoint=ANY_PORT, **options):
         """This scheduler on the wire."""
         options.setdefault("welcome", welcome())
-        return PrefillService(
-            endpoint,
-            submit=self.submit,
-            stats=lambda: {"live": len(self.handles), "x": 0.5, "s": None},
-            **options,
-        )
+        return PrefillService(endpoint, submit=self.submit, stats=self.stats, **options)
+
+    def stats(self):
+        """One number of each kind, and something that is neither a number nor a text."""
+        return {"live": len(self.handles), "ratio": 0.5, "nothing": None}
 
 
 class FakeDecode:

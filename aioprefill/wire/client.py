@@ -198,7 +198,9 @@ class PairClient:
         waiting = self._questions.setdefault((side, answer), deque())
         if len(waiting) >= MAX_QUESTIONS:
             raise WireError(f"{self._endpoints[side]}: {MAX_QUESTIONS} questions wait for answers already")
-        self._connection(side).send(question)
+        connection = self._connection(side)
+        await connection.wait_ready()  # has its own timeout, and a better message
+        connection.send(question)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         waiting.append(future)
         try:
