@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from aioprefill.config_kinds import Auto, Bytes, Choice, Endpoint, FilePath, Integer, Pattern, Seconds, Switch
 from aioprefill.config_option import Checked, SettingsConflict, option, own_options
@@ -45,6 +45,7 @@ def _drain_timeout() -> Any:
 class ModelConfig(Checked):
     """Which model, and where converted and fetched ones are kept."""
 
+    panel: ClassVar[str] = "Model"
     model: str = option(
         DEFAULT_MODEL,
         Pattern(r"\S(.*\S)?", "a model name, a local path (folder or .gguf file) or a hub id (owner/name)"),
@@ -61,6 +62,7 @@ class ModelConfig(Checked):
 class EngineConfig(ModelConfig):
     """How the model is run."""
 
+    panel: ClassVar[str] = "Model and engine"
     dtype: str = option(
         "auto",
         Choice(
@@ -89,6 +91,7 @@ class EngineConfig(ModelConfig):
 class SchedulerConfig(Checked):
     """The loop. Times are seconds."""
 
+    panel: ClassVar[str] = "Loop"
     continuous_intake: bool = option(
         True,
         Switch(),
@@ -108,6 +111,7 @@ class SchedulerConfig(Checked):
 class NativeConfig(Checked):
     """The built-in host: batches and queue."""
 
+    panel: ClassVar[str] = "Batches and queue"
     chunk_tokens: int = option(512, Integer(1, 1 << 20), "Most prompt tokens of one forward.")
     max_batch_requests: int = option(64, Integer(1, 4096), "Most requests of one forward.")
     max_queue_requests: int = option(
@@ -128,6 +132,7 @@ class NativeConfig(Checked):
 class ProcessConfig(Checked):
     """What every process has."""
 
+    panel: ClassVar[str] = "Process"
     curve_keys: Path | None = option(  # noqa: RUF009
         None,
         Auto(FilePath(), "none"),

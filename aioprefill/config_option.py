@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from aioprefill.config_kinds import Kind
 from aioprefill.errors import ConfigError
@@ -76,6 +76,9 @@ class Checked:
 
     Text is taken too, as on the command line: `EngineConfig(kv_memory="512MiB")`.
     """
+
+    panel: ClassVar[str] = "Options"
+    """Title that the settings stand under in the help."""
 
     def __post_init__(self) -> None:
         for name, declared in own_options(self):

@@ -121,6 +121,18 @@ def list_models(cache_dir: Path | None = None, *, tools: ModelTools = _TOOLS) ->
     return listed
 
 
+def remove_model(name: str, cache_dir: Path | None = None, *, progress: Report | None = None) -> Path:
+    """Delete a converted model, named as `list_models` does, from the cache; its folder as it was.
+
+    Raises `ModelError`.
+    """
+    for model in list_models(cache_dir):
+        if model.name == name and model.path is not None:
+            CachedModel(cache_root(cache_dir), model.path.name).remove(progress or silent)
+            return model.path
+    raise ModelError(f"model {name!r} is not in the cache: see `aioprefill model list`")
+
+
 def embedded_key(model: EmbeddedModel) -> str:
     """Name of an embedded model's folder in the cache."""
     return f"{model.name}-{model.sha256[:12]}-c{CONVERSION}"

@@ -1,0 +1,32 @@
+"""`aioprefill serve`."""
+
+from __future__ import annotations
+
+import typer
+
+from aioprefill.cli.model_progress import fetch_model
+from aioprefill.cli.settings_flags import NOTE, command
+from aioprefill.config import ServeConfig
+from aioprefill.config_sources import Settings
+
+_EXAMPLES = (
+    "Examples:\n\n"
+    "`aioprefill serve` on loopback, with the embedded model.\n\n"
+    "`aioprefill serve --model ./my-llama --dtype bf16 --kv-memory 8GiB --chunk-tokens 2048`\n\n"
+    "`aioprefill serve --listen tcp://0.0.0.0:7410 --curve-keys keys` for other machines.\n\n" + NOTE
+)
+
+
+@command("serve")
+def serve(settings: Settings) -> int:
+    """Run the prefill process: it takes prompts, computes their KV and hands it to decode workers."""
+    config = settings.build(ServeConfig)
+    fetch_model(config.engine)
+    from aioprefill.native.serve import run_serve
+
+    return run_serve(config)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(epilog=_EXAMPLES)(serve)
