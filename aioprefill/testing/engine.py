@@ -1,0 +1,97 @@
+"""A device without a model: runs forwards in order, each done when told or after a given time."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from aioprefill.engine.port import ModelSpec, SampledToken, Span
+from aioprefill.errors import DeviceError
+from aioprefill.kv_layout import KVLayout
+from aioprefill.testing.completion import FakeCompletion
+
+
+def fake_spec(
+    *, vocab_size: int = 1000, context_length: int = 1 << 20, page_size: int = 16, eos: tuple[int, ...] = ()
+) -> ModelSpec:
+    """A model of next to no size."""
+    layout = KVLayout("fake", layers=1, kv_heads=1, head_dim=1, page_size=page_size, dtype="float32")
+    return ModelSpec("fake", vocab_size, context_length, eos, layout)
+
+
+@dataclass(slots=True, eq=False)
+class FakeEngineForward:
+    """A launched batch; `complete` or `fail` it, unless the engine does so by time."""
+
+    number: int
+    spans: list[Span]
+    vocab_size: int
+    completion: FakeCompletion = field(default_factory=FakeCompletion)
+
+    def complete(self) -> None:
+        """The device is done."""
+        self.completion.complete()
+
+    def fail(self, error: DeviceError) -> None:
+        """The device failed."""
+        self.completion.fail(error)
+
+    def outputs(self) -> list[SampledToken | None]:
+        """See `EngineForward.outputs`. A token is a function of its position and the token before it."""
+        assert self.completion.done, f"forward {self.number} is not complete"
+        return [None if span.sample is None else self._token(span) for span in self.spans]
+
+    def _token(self, span: Span) -> SampledToken:
+        seed = zlib.crc32(np.array([span.end, span.token_ids[-1]], dtype="<u4").tobytes())
+        return SampledToken(seed % self.vocab_size, -0.5)
+
+
+class FakeEngine:
+    """Implements `Engine`. `forwards` has every launch, `tokens` the total computed.
+
+    Without `duration_s` a forward is done when the test says so; with it (seconds, a number or a function
+    of the spans) the device takes that long for each, one after the other, on the running loop's clock.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int = 1024,
+        spec: ModelSpec | None = None,
+        duration_s: float | Callable[[Sequence[Span]], float] | None = None,
+    ) -> None:
+        self.spec = spec or fake_spec()
+        self.num_pages = num_pages
+        self.forwards: list[FakeEngineForward] = []
+        self.keep_forwards = True
+        self.tokens = 0
+        self.launched = 0
+        self.closed = False
+        self._duration_s = duration_s
+        self._free_at = 0.0
+
+    def launch(self, spans: Sequence[Span]) -> FakeEngineForward:
+        """See `Engine.launch`."""
+        assert not self.closed, "launched on a closed engine"
+        for span in spans:
+            pages = set(span.pages.tolist())
+            assert len(pages) == len(span.pages) and self.spec.layout.pages_for(span.end) <= len(pages)
+            assert all(0 <= page < self.num_pages for page in pages)
+        forward = FakeEngineForward(self.launched, list(spans), self.spec.vocab_size)
+        self.launched += 1
+        self.tokens += sum(len(span.token_ids) for span in spans)
+        if self.keep_forwards:
+            self.forwards.append(forward)
+        if self._duration_s is not None:
+            took = self._duration_s(spans) if callable(self._duration_s) else self._duration_s
+            self._free_at = max(self._free_at, asyncio.get_running_loop().time()) + took
+            forward.completion.complete(at=self._free_at)
+        return forward
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self.closed = True
