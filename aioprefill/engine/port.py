@@ -92,3 +92,6 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Wait for launched forwards, then free the device and end the stream thread. Idempotent."""
+
+    async def aclose(self) -> None:
+        """The same without blocking the loop. Cancelling it leaves the closing to go on in its thread."""

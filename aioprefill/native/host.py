@@ -350,7 +350,8 @@ class NativeHost:
             self.ledger.fail(request, error)
         if self.transfer is not None:
             await self.transfer.aclose()
-        closing = asyncio.get_running_loop().run_in_executor(None, self.engine.close)
-        done, _ = await asyncio.wait([closing], timeout=CLOSE_TIMEOUT_S)
-        if not done:
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self.engine.aclose()
+        except TimeoutError:
             logger.error("the engine did not stop within %.0f s: a forward hangs", CLOSE_TIMEOUT_S)

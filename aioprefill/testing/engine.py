@@ -95,3 +95,7 @@ class FakeEngine:
     def close(self) -> None:
         """See `Engine.close`."""
         self.closed = True
+
+    async def aclose(self) -> None:
+        """See `Engine.aclose`."""
+        self.close()
