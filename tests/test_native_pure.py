@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioprefill.engine.port import ModelSpec, TokenIds
+from aioprefill.engine.port import ModelSpec, PageIds, TokenIds
 from aioprefill.errors import InvalidMove, InvalidRequest
 from aioprefill.kv_layout import KVLayout
 from aioprefill.native.memory import KVMemory
@@ -30,6 +30,11 @@ PAGE = 4
 def tokens(*values: int) -> TokenIds:
     """A prompt."""
     return np.array(values, dtype=np.uint32)
+
+
+def pages(*numbers: int) -> PageIds:
+    """Page numbers."""
+    return np.array(numbers, dtype=np.int32)
 
 
 def request(length: int, *, name: str = "r", arrival: int = 0, prompt: TokenIds | None = None) -> Request:
@@ -52,20 +57,21 @@ def request(length: int, *, name: str = "r", arrival: int = 0, prompt: TokenIds 
 def test_pages_go_from_free_to_held_to_idle_to_free() -> None:
     """Counts follow, the last freed page is handed out first."""
     pool = PagePool(4)
-    a, b = pool.take(2)
-    assert (a, b) == (0, 1) and pool.held == 2
-    pool.hold([a])
-    pool.cache([a])
-    pool.drop([a, b])
-    assert pool.refs(a) == 1 and pool.free == 3
-    pool.drop([a])
+    both = pool.take(2)
+    a = both[:1]
+    assert both.tolist() == [0, 1] and pool.held == 2
+    pool.hold(a)
+    pool.cache(a)
+    pool.drop(both)
+    assert pool.held_among(both) == 1 and pool.free == 3
+    pool.drop(a)
     assert pool.idle == 1 and pool.available == 4 and "idle=1" in repr(pool)
     pool.check()
-    pool.hold([a])
-    assert pool.idle == 0 and pool.refs(a) == 1
-    pool.drop([a])
-    pool.evict([a])
-    assert pool.take(1) == [a]
+    pool.hold(a)
+    assert pool.idle == 0 and pool.held_among(a) == 1
+    pool.drop(a)
+    pool.evict(a)
+    assert pool.take(1).tolist() == [0]
     pool.check()
 
 
@@ -73,12 +79,12 @@ def test_pages_go_from_free_to_held_to_idle_to_free() -> None:
     "misuse",
     [
         lambda pool: pool.take(4),
-        lambda pool: pool.hold([2]),
-        lambda pool: pool.drop([2]),
-        lambda pool: pool.cache([2]),
-        lambda pool: (pool.cache([0]), pool.cache([0])),
-        lambda pool: pool.evict([0]),
-        lambda pool: (pool.cache([0]), pool.evict([0])),
+        lambda pool: pool.hold(pages(2)),
+        lambda pool: pool.drop(pages(2)),
+        lambda pool: pool.cache(pages(2)),
+        lambda pool: (pool.cache(pages(0)), pool.cache(pages(0))),
+        lambda pool: pool.evict(pages(0)),
+        lambda pool: (pool.cache(pages(0)), pool.evict(pages(0))),
     ],
 )
 def test_misuse_of_the_pool_is_refused(misuse: Any) -> None:
@@ -93,14 +99,14 @@ def test_the_pool_check_finds_damage() -> None:
     """A page that is lost, doubled, or miscounted."""
     for damage in ("lost", "double", "used", "count"):
         pool = PagePool(3)
-        page = pool.take(1)[0]
-        pool.cache([page])
+        page = pool.take(1)
+        pool.cache(page)
         if damage == "lost":
-            pool._free.pop()
+            pool._free -= 1
         elif damage == "double":
-            pool._free.append(pool._free[0])
+            pool._stack[1] = pool._stack[0]
         elif damage == "used":
-            pool._free.append(page)
+            pool._push(page)
         else:
             pool.idle = 2
         with pytest.raises(AssertionError):
@@ -112,10 +118,10 @@ def test_the_pool_check_finds_damage() -> None:
 
 def keep(cache: PrefixCache, pool: PagePool, prompt: TokenIds) -> list[int]:
     """Compute a prompt and leave its full pages idle in the cache; the tree's pages."""
-    pages = pool.take(len(prompt) // PAGE)
-    path = cache.insert(prompt, pages)
-    pool.drop(pages)
-    return path
+    mine = pool.take(len(prompt) // PAGE)
+    path = cache.insert(prompt, mine)
+    pool.drop(mine)
+    return path.tolist()
 
 
 def test_a_prefix_is_found_in_whole_pages_and_never_the_whole_prompt() -> None:
@@ -123,12 +129,12 @@ def test_a_prefix_is_found_in_whole_pages_and_never_the_whole_prompt() -> None:
     pool = PagePool(10)
     cache = PrefixCache(pool, PAGE)
     prompt = np.arange(12, dtype=np.uint32)
-    pages = keep(cache, pool, prompt)
-    assert cache.match(np.arange(13, dtype=np.uint32)) == pages
-    assert cache.match(prompt) == pages[:2]
-    assert cache.match(np.arange(11, dtype=np.uint32)) == pages[:2]
-    assert cache.match(tokens(0, 1, 2, 3)) == []
-    assert cache.match(tokens(9, 9, 9, 9, 9)) == []
+    kept = keep(cache, pool, prompt)
+    assert cache.match(np.arange(13, dtype=np.uint32)).tolist() == kept
+    assert cache.match(prompt).tolist() == kept[:2]
+    assert cache.match(np.arange(11, dtype=np.uint32)).tolist() == kept[:2]
+    assert cache.match(tokens(0, 1, 2, 3)).tolist() == []
+    assert cache.match(tokens(9, 9, 9, 9, 9)).tolist() == []
     assert "pages=3" in repr(cache)
 
 
@@ -154,11 +160,11 @@ def test_eviction_takes_the_least_recently_used_ends_first() -> None:
     old_pages, young_pages = keep(cache, pool, old), keep(cache, pool, young)
     cache.match(np.append(old, 9).astype(np.uint32))
     assert cache.evict(1) == 1
-    assert cache.match(np.append(young, 9).astype(np.uint32)) == young_pages[:1]
-    pool.hold(old_pages)
+    assert cache.match(np.append(young, 9).astype(np.uint32)).tolist() == young_pages[:1]
+    pool.hold(pages(*old_pages))
     assert cache.clear() == 1
     assert cache.pages == 2 and cache.evict(5) == 0
-    pool.drop(old_pages)
+    pool.drop(pages(*old_pages))
     assert cache.evict(1) == 1 and cache.evict(9) == 1 and cache.nodes == 0
     cache.check()
 
@@ -232,7 +238,7 @@ def test_a_prompt_computed_twice_at_once_holds_the_page_that_the_tree_kept() -> 
         twin.computed = 8
         memory.keep_prefix(twin)
     memory.check()
-    assert twins[1].tree_pages == twins[0].pages[:2].tolist()
+    assert twins[1].tree_pages.tolist() == twins[0].pages[:2].tolist()
     memory.release(twins[0])
     assert memory.cache is not None and memory.cache.clear() == 0
     memory.release(twins[1])

@@ -6,6 +6,7 @@ medians of per-alternation ratios: modes alternate within one run, because machi
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import platform
@@ -49,7 +50,7 @@ class Report:
         from rich.console import Console
         from rich.table import Table
 
-        console = Console(width=120, record=True, file=Path(os.devnull).open("w"))
+        console = Console(width=120, record=True, file=io.StringIO())
         table = Table(title=f"{self.benchmark}  {self.parameters}")
         columns = list(dict.fromkeys(key for row in self.rows for key in row))
         for column in columns:
@@ -101,6 +102,8 @@ def machine() -> dict[str, Any]:
     model = platform.processor()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
+        names = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line
+        ]
         model = names[0] if names else model
     return {"cpu": model, "cores": os.cpu_count(), "system": platform.platform(terse=True)}

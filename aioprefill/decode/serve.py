@@ -11,7 +11,8 @@ from aioprefill.decode.streams import Streams
 from aioprefill.decode.worker import DecodeWorker
 from aioprefill.engine.transformers_engine import TransformersEngine
 from aioprefill.errors import RequestAborted
-from aioprefill.native.serve import load_engine, welcome_of
+from aioprefill.native.serve import load_engine
+from aioprefill.native.welcome import welcome_of
 from aioprefill.process import EXIT_DRAINED, Process, run_process
 from aioprefill.transfer.nixl_receiver import NixlReceiver
 from aioprefill.wire.messages import Abort, Attach, Hello, Message, Stats, StatsQuery

@@ -19,7 +19,7 @@ import numpy as np
 
 from aioprefill.decode.sequence import Sequence, pages_needed
 from aioprefill.decode.streams import Streams
-from aioprefill.engine.port import Engine, SampledToken
+from aioprefill.engine.port import Engine, PageIds, SampledToken
 from aioprefill.errors import AioprefillError, DeviceError, InvalidRequest, PeerError
 from aioprefill.native.pages import PagePool
 from aioprefill.signals import Signal
@@ -38,7 +38,7 @@ class DecodeWorker:
         self.pool = PagePool(engine.num_pages)
         self.on_pages_free: Callable[[], None] = lambda: None
         """Called when pages came back: the receiver may have rooms that wait for them."""
-        self._spare: dict[str, list[int]] = {}
+        self._spare: dict[str, PageIds] = {}
         """Pages for generation, of rooms that are reserved."""
         self._queue: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -82,11 +82,12 @@ class DecodeWorker:
         pages = self.pool.take(total)
         self._spare[handoff.room] = pages[handoff.pages :]
         self._streams.opened(handoff.room)
-        return pages[: handoff.pages]
+        reserved: list[int] = pages[: handoff.pages].tolist()
+        return reserved
 
     def arrived(self, room: str, pages: list[int], first: SampledToken, handoff: Handoff) -> None:
         """All KV and the first token of a room are here; its pages are ours now."""
-        table = np.array([*pages, *self._spare.pop(room)], dtype=np.int32)
+        table = np.concatenate([np.array(pages, dtype=np.int32), self._spare.pop(room)])
         sequence = Sequence(handoff, table, first.token_id)
         if room in self._dropped:
             self._dropped.discard(room)
@@ -101,7 +102,8 @@ class DecodeWorker:
 
     def release_pages(self, room: str, pages: list[int]) -> None:
         """Nothing writes to the pages of a lost room any more."""
-        self.pool.drop([*pages, *self._spare.pop(room, [])])
+        spare = self._spare.pop(room)
+        self.pool.drop(np.concatenate([np.array(pages, dtype=np.int32), spare]))
         self.on_pages_free()
 
     # Decoding
@@ -196,5 +198,5 @@ class DecodeWorker:
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        self.pool.drop(sequence.pages.tolist())
+        self.pool.drop(sequence.pages)
         self.on_pages_free()

@@ -22,7 +22,7 @@ class KVMemory:
 
         All at once, so that a prompt under way never waits for memory that another one holds.
         """
-        matched = self.cache.match(request.tokens) if self.cache is not None else []
+        matched = self.cache.match(request.tokens) if self.cache is not None else NO_PAGES
         self.pool.hold(matched)
         missing = -(-request.length // self.page_size) - len(matched)
         if missing > self.pool.available:
@@ -30,7 +30,7 @@ class KVMemory:
             return False
         if self.cache is not None and missing > self.pool.free:
             self.cache.evict(missing - self.pool.free)
-        request.pages = np.array(matched + self.pool.take(missing), dtype=np.int32)
+        request.pages = np.concatenate([matched, self.pool.take(missing)])
         request.inserted = len(matched)
         request.cached = request.planned = request.computed = len(matched) * self.page_size
         return True
@@ -40,19 +40,21 @@ class KVMemory:
         full = request.computed // self.page_size
         if self.cache is None or full <= request.inserted:
             return
-        own = request.pages[:full].tolist()
+        own = request.pages[:full]
         path = self.cache.insert(request.tokens, own)
-        new = zip(path[request.inserted :], own[request.inserted :], strict=True)
-        others = [theirs for theirs, mine in new if theirs != mine]
-        self.pool.hold(others)
-        request.tree_pages += others
+        new = slice(request.inserted, full)
+        others = path[new][path[new] != own[new]]
+        if len(others):
+            self.pool.hold(others)
+            request.tree_pages = np.concatenate([request.tree_pages, others])
         request.inserted = full
 
     def release(self, request: Request) -> None:
         """Take back all that a request holds."""
-        self.pool.drop(request.tree_pages)
-        self.pool.drop(reversed(request.pages.tolist()))
-        request.pages, request.tree_pages = NO_PAGES, []
+        if len(request.tree_pages):
+            self.pool.drop(request.tree_pages)
+        self.pool.drop(request.pages[::-1])
+        request.pages = request.tree_pages = NO_PAGES
 
     def check(self) -> None:
         """Assert the invariants of pool and cache."""

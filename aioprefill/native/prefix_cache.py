@@ -10,8 +10,11 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
-from aioprefill.engine.port import TokenIds
+import numpy as np
+
+from aioprefill.engine.port import PageIds, TokenIds
 from aioprefill.native.pages import PagePool
+from aioprefill.native.request_state import NO_PAGES
 
 TOKEN_BYTES = 4
 
@@ -22,7 +25,7 @@ class Node:
 
     key: bytes
     """Packed tokens of the edge's pages."""
-    pages: list[int]
+    pages: PageIds
     parent: Node | None
     children: dict[bytes, Node] = field(default_factory=dict)
     """By the packed tokens of the child's first page."""
@@ -37,7 +40,7 @@ class PrefixCache:
         self._pool = pool
         self._page_bytes = page_size * TOKEN_BYTES
         self._page_size = page_size
-        self._root = Node(b"", [], None)
+        self._root = Node(b"", NO_PAGES, None)
         self._clock = 0
         self._lru: list[tuple[int, int, Node]] = []
         self._entries = 0
@@ -48,47 +51,47 @@ class PrefixCache:
     def __repr__(self) -> str:
         return f"<PrefixCache pages={self.pages} nodes={self.nodes}>"
 
-    def match(self, tokens: TokenIds) -> list[int]:
+    def match(self, tokens: TokenIds) -> PageIds:
         """Pages of the longest cached prefix, in whole pages. They are not held yet.
 
         At least one token is left out, for a forward needs a token to give logits.
         """
         key = self._key(tokens, (len(tokens) - 1) // self._page_size)
-        pages: list[int] = []
+        found = [NO_PAGES]
         node, at = self._root, 0
         self._clock += 1
         while (child := node.children.get(key[at : at + self._page_bytes])) is not None:
             common = self._common(child.key, key, at)
-            pages += child.pages[: common // self._page_bytes]
+            found.append(child.pages[: common // self._page_bytes])
             self._touch(child)
             if common < len(child.key):
                 break
             node, at = child, at + common
-        return pages
+        return np.concatenate(found)
 
-    def insert(self, tokens: TokenIds, pages: list[int]) -> list[int]:
+    def insert(self, tokens: TokenIds, pages: PageIds) -> PageIds:
         """Keep the first `len(pages)` pages of `tokens`, which the caller holds.
 
         Returns the tree's pages for these tokens. Where the tree had a page already it keeps its own;
         the caller must hold those too for as long as it holds the ones below them.
         """
-        path: list[int] = []
+        path = [NO_PAGES]
         key = self._key(tokens, len(pages))
         node, at = self._root, 0
         self._clock += 1
         while at < len(key):
             child = node.children.get(key[at : at + self._page_bytes])
             if child is None:
-                path += pages[at // self._page_bytes :]
-                self._add(node, key[at:], pages[at // self._page_bytes :])
+                path.append(pages[at // self._page_bytes :])
+                self._add(node, key[at:], path[-1])
                 break
             common = self._common(child.key, key, at)
             if common < len(child.key) and at + common < len(key):
                 child = self._split(child, common)
             self._touch(child)
-            path += child.pages[: common // self._page_bytes]
+            path.append(child.pages[: common // self._page_bytes])
             node, at = child, at + common
-        return path
+        return np.concatenate(path)
 
     def evict(self, count: int) -> int:
         """Free up to `count` idle pages, least recently used first; how many."""
@@ -97,10 +100,10 @@ class PrefixCache:
         while freed < count and self._lru:
             entry = heapq.heappop(self._lru)
             node = entry[2]
-            if entry[0] != node.used or node.children or not node.pages:
+            if entry[0] != node.used or node.children or not len(node.pages):
                 continue  # stale: used since, no leaf any more, or gone
             freed += self._trim(node, count - freed)
-            if node.pages:
+            if len(node.pages):
                 busy.append(entry)
         for entry in busy:
             heapq.heappush(self._lru, entry)
@@ -139,10 +142,10 @@ class PrefixCache:
         self._entries += 1
         heapq.heappush(self._lru, (node.used, self._entries, node))
         if len(self._lru) > 4 * self.nodes + 64:
-            self._lru = [entry for entry in self._lru if entry[0] == entry[2].used and entry[2].pages]
+            self._lru = [entry for entry in self._lru if entry[0] == entry[2].used and len(entry[2].pages)]
             heapq.heapify(self._lru)
 
-    def _add(self, parent: Node, key: bytes, pages: list[int]) -> None:
+    def _add(self, parent: Node, key: bytes, pages: PageIds) -> None:
         node = Node(key, pages, parent, used=self._clock)
         parent.children[key[: self._page_bytes]] = node
         self.nodes += 1
@@ -163,11 +166,9 @@ class PrefixCache:
 
     def _trim(self, node: Node, count: int) -> int:
         """Free up to `count` idle pages from the end of a leaf; how many."""
-        keep = len(node.pages)
-        while keep > 0 and len(node.pages) - keep < count and self._pool.refs(node.pages[keep - 1]) == 0:
-            keep -= 1
+        keep = max(self._pool.held_among(node.pages), len(node.pages) - count)  # the held ones come first
         gone = node.pages[keep:]
-        self._pool.evict(reversed(gone))
+        self._pool.evict(gone[::-1])
         self.pages -= len(gone)
         if keep == 0:
             self._remove(node)
@@ -178,9 +179,9 @@ class PrefixCache:
     def _remove(self, node: Node) -> None:
         assert node.parent is not None
         del node.parent.children[node.key[: self._page_bytes]]
-        node.pages = []
+        node.pages = NO_PAGES
         self.nodes -= 1
-        if not node.parent.children and node.parent.pages:
+        if not node.parent.children and len(node.parent.pages):
             self._remember(node.parent)
 
     def check(self) -> None:
@@ -190,12 +191,13 @@ class PrefixCache:
             node = stack.pop()
             nodes += 1
             pages += len(node.pages)
-            assert len(node.key) == len(node.pages) * self._page_bytes and node.pages
+            assert len(node.key) == len(node.pages) * self._page_bytes > 0
             assert node.parent is not None
             assert node.parent.children[node.key[: self._page_bytes]] is node
-            busy = [self._pool.refs(page) > 0 for page in node.pages]
-            assert busy == sorted(busy, reverse=True), "a held page lies below an idle one"
+            held = self._pool.held_among(node.pages)
+            assert held == self._pool.held_among(node.pages[:held]), "a held page lies below an idle one"
             for child in node.children.values():
-                assert busy[-1] or self._pool.refs(child.pages[0]) == 0, "a held page lies below an idle one"
+                above = self._pool.held_among(node.pages[-1:])
+                assert above or not self._pool.held_among(child.pages), "a held page lies below an idle one"
             stack += node.children.values()
         assert (pages, nodes) == (self.pages, self.nodes)

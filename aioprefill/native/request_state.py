@@ -95,7 +95,7 @@ class Request:
     history: deque[Move] = field(default_factory=lambda: deque(maxlen=16))
     pages: PageIds = field(default_factory=lambda: NO_PAGES)
     """Page table for the whole prompt; empty before admission and after release."""
-    tree_pages: list[int] = field(default_factory=list)
+    tree_pages: PageIds = field(default_factory=lambda: NO_PAGES)
     """Pages of other requests that stand for this prompt in the prefix cache; held as long as `pages`."""
     inserted: int = 0
     """Pages of the prompt that the prefix cache has seen."""

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 
-from aioprefill import __version__
 from aioprefill.config import EngineConfig, ServeConfig
 from aioprefill.engine.model_files import ResolvedModel, resolve_model
-from aioprefill.engine.port import ModelSpec
 from aioprefill.engine.transformers_engine import TransformersEngine
 from aioprefill.native.host import NativeHost
+from aioprefill.native.welcome import welcome_of
 from aioprefill.process import EXIT_DRAINED, Process, run_process
 from aioprefill.scheduler import PrefillScheduler
 from aioprefill.transfer.nixl_sender import NixlTransfer
-from aioprefill.wire.messages import Welcome
 from aioprefill.wire.prefill_service import PrefillService
 from aioprefill.wire.security import CurveKeys, load_keys
 
@@ -34,20 +31,6 @@ def load_engine(config: EngineConfig) -> TransformersEngine:
         page_size=config.page_size,
         kv_memory_bytes=config.kv_memory,
         threads=config.threads,
-    )
-
-
-def welcome_of(role: str, spec: ModelSpec) -> Welcome:
-    """What a server of this model says to those who connect."""
-    return Welcome(
-        role=role,
-        epoch=uuid.uuid4().hex,
-        model=spec.name,
-        fingerprint=spec.layout.fingerprint,
-        vocab_size=spec.vocab_size,
-        context_length=spec.context_length,
-        eos_token_ids=spec.eos_token_ids,
-        software=f"aioprefill {__version__}",
     )
 
 

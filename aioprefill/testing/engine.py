@@ -68,6 +68,7 @@ class FakeEngine:
         self.num_pages = num_pages
         self.forwards: list[FakeEngineForward] = []
         self.keep_forwards = True
+        self.check_pages = True
         self.tokens = 0
         self.launched = 0
         self.closed = False
@@ -77,10 +78,10 @@ class FakeEngine:
     def launch(self, spans: Sequence[Span]) -> FakeEngineForward:
         """See `Engine.launch`."""
         assert not self.closed, "launched on a closed engine"
-        for span in spans:
-            pages = set(span.pages.tolist())
-            assert len(pages) == len(span.pages) and self.spec.layout.pages_for(span.end) <= len(pages)
-            assert all(0 <= page < self.num_pages for page in pages)
+        for span in spans if self.check_pages else ():
+            pages = np.unique(span.pages)
+            assert len(pages) == len(span.pages) >= self.spec.layout.pages_for(span.end)
+            assert 0 <= pages[0] and pages[-1] < self.num_pages
         forward = FakeEngineForward(self.launched, list(spans), self.spec.vocab_size)
         self.launched += 1
         self.tokens += sum(len(span.token_ids) for span in spans)
