@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
+from typing import Any
 
 from aioprefill.config import DecodeConfig
 from aioprefill.decode.streams import Streams
 from aioprefill.decode.worker import DecodeWorker
 from aioprefill.engine.transformers_engine import TransformersEngine
 from aioprefill.errors import RequestAborted
-from aioprefill.native.serve import load_engine
+from aioprefill.native.load import load_engine, pool_view
 from aioprefill.native.welcome import welcome_of
 from aioprefill.process import EXIT_DRAINED, Process, run_process
-from aioprefill.transfer.nixl_receiver import NixlReceiver
+from aioprefill.transfer.nixl_receiver import MESSAGES, NixlReceiver
 from aioprefill.wire.messages import Abort, Attach, Hello, Message, Stats, StatsQuery
 from aioprefill.wire.security import load_keys
 from aioprefill.wire.server import WireServer
@@ -47,10 +49,12 @@ class DecodeService:
         self._streams = Streams(self._send, self._unread)
         self._worker = DecodeWorker(engine, self._streams, max_batch_requests=config.max_batch_requests)
         self._receiver = NixlReceiver(
-            engine.pool_view, engine.spec.layout, self._worker, self._send, lease_s=config.lease_s
+            pool_view(engine.pool), engine.spec.layout, self._worker, self._send, lease_s=config.lease_s
         )
         self._worker.on_pages_free = self._receiver.retry_reservations
-        handlers = dict.fromkeys(NixlReceiver.MESSAGES, self._receiver.on_message)
+        handlers: dict[type[Any], Callable[[bytes, Any], None]] = dict.fromkeys(
+            MESSAGES, self._receiver.on_message
+        )
         self._server = WireServer(
             config.listen,
             {**handlers, Attach: self._attach, Abort: self._abort, StatsQuery: self._stats},
@@ -95,7 +99,7 @@ class DecodeService:
 
     def _hello(self, identity: bytes, hello: Hello) -> None:
         if hello.role == "prefill":
-            self._receiver.on_hello(identity, hello)
+            self._receiver.on_message(identity, hello)
 
     def _gone(self, identity: bytes) -> None:
         self._streams.gone(identity)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from aioprefill.config import EngineConfig, ServeConfig
-from aioprefill.engine.model_files import ResolvedModel, resolve_model
-from aioprefill.engine.transformers_engine import TransformersEngine
+from aioprefill.config import ServeConfig
 from aioprefill.native.host import NativeHost
+from aioprefill.native.load import load_engine, pool_view
 from aioprefill.native.welcome import welcome_of
 from aioprefill.process import EXIT_DRAINED, Process, run_process
 from aioprefill.scheduler import PrefillScheduler
@@ -17,21 +16,6 @@ from aioprefill.wire.prefill_service import PrefillService
 from aioprefill.wire.security import CurveKeys, load_keys
 
 logger = logging.getLogger(__name__)
-
-
-def load_engine(config: EngineConfig) -> TransformersEngine:
-    """Resolve and load the model. Blocks for seconds. Raises `ModelError`, `ConfigError`."""
-    model: ResolvedModel = resolve_model(config.model, cache_dir=config.cache_dir)
-    return TransformersEngine.load(
-        model.path,
-        name=model.name,
-        fingerprint=model.fingerprint,
-        dtype=config.dtype,
-        device=config.device,
-        page_size=config.page_size,
-        kv_memory_bytes=config.kv_memory,
-        threads=config.threads,
-    )
 
 
 def run_serve(config: ServeConfig) -> int:
@@ -43,7 +27,7 @@ async def serve(process: Process, config: ServeConfig) -> int:
     """Load, serve, drain."""
     keys: CurveKeys | None = None if config.curve_keys is None else load_keys(config.curve_keys)
     engine = await asyncio.to_thread(load_engine, config.engine)
-    transfer = NixlTransfer(engine.pool_view, engine.spec.layout, keys=keys, lease_s=config.lease_s)
+    transfer = NixlTransfer(pool_view(engine.pool), engine.spec.layout, keys=keys, lease_s=config.lease_s)
     await asyncio.to_thread(transfer.prepare)
     host = NativeHost(engine, transfer, config.native)
     async with PrefillScheduler(host, config.scheduler) as scheduler:

@@ -1,0 +1,55 @@
+"""From settings to a loaded engine and the view of its pool that transfers need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from aioprefill.config import EngineConfig
+from aioprefill.engine.kv_pool import KVPool
+from aioprefill.engine.model_files import resolve_model
+from aioprefill.engine.transformers_engine import TransformersEngine
+from aioprefill.errors import ModelError
+from aioprefill.kv_layout import DTYPE_BYTES
+from aioprefill.transfer.pool_view import PoolView
+
+
+def load_engine(config: EngineConfig) -> TransformersEngine:
+    """Resolve and load the model. Blocks for seconds, or minutes when it is fetched.
+
+    Raises `ModelError` and `ConfigError`.
+    """
+    model = resolve_model(config.model, cache_dir=config.cache_dir)
+    return TransformersEngine.load(
+        model.path,
+        name=model.name,
+        fingerprint=model.fingerprint,
+        dtype=own_dtype(model.path) if config.dtype == "auto" else config.dtype,
+        device=config.device,
+        page_size=config.page_size,
+        kv_memory_bytes=config.kv_memory,
+        threads=config.threads,
+    )
+
+
+def own_dtype(folder: Path) -> str:
+    """The number format that a checkpoint says it has; float32 when it does not say."""
+    try:
+        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, object])
+    except (OSError, msgspec.MsgspecError) as err:
+        raise ModelError(f"model file {folder / 'config.json'} cannot be read: {err}") from err
+    dtype = config.get("dtype", config.get("torch_dtype", "float32"))
+    return dtype if isinstance(dtype, str) and dtype in DTYPE_BYTES else "float32"
+
+
+def pool_view(pool: KVPool) -> PoolView:
+    """Where the pool lies."""
+    cuda = pool.device.type == "cuda"
+    return PoolView(
+        base_address=pool.base_address,
+        num_pages=pool.num_pages,
+        page_bytes=pool.page_bytes,
+        memory="VRAM" if cuda else "DRAM",
+        device_id=pool.device.index or 0 if cuda else 0,
+    )
