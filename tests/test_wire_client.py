@@ -213,7 +213,8 @@ def test_decode_worker_that_loses_tokens_fails_the_stream(run, messages):
                 decode.server.send(decode.attached["r"], message)
             with pytest.raises(WireError, match=decode.server.endpoint):
                 await stream.finished()
-            await wait_until(lambda: client.live == 0, "the request's end")
+            assert client.live == 0
+            await wait_until(lambda: scheduler.aborts and decode.aborted, "both servers told")
 
     run(scenario())
 
@@ -400,22 +401,52 @@ def test_killed_server_is_an_error_not_a_hang_and_a_restarted_one_is_used_again(
     async def scenario():
         with server_process() as (process, port):
             endpoint = f"tcp://127.0.0.1:{port}"
-            client = await PairClient(endpoint, timeout_s=10).__aenter__()
-            streams = [client.submit([1]) for _ in range(20)]
-            await client.ping()
-            assert all(stream.times.accepted_s for stream in streams)
-            epoch = client.welcome().epoch
-            process.kill()
-            async with asyncio.timeout(5):
-                for stream in streams:
-                    with pytest.raises(WireError, match=rf"{endpoint}: the server went away"):
-                        await stream.first_token()
-            assert client.live == 0
-            early = client.submit([1])  # before the server is back
-        with server_process(port):
-            await wait_until(lambda: early.times.accepted_s, "the early request's acceptance")
-            assert client.welcome().epoch != epoch
-            assert (await client.stats())["live"] == 1
+            async with PairClient(endpoint, timeout_s=10) as client:
+                streams = [client.submit([1]) for _ in range(20)]
+                await client.ping()
+                assert all(stream.times.accepted_s for stream in streams)
+                epoch = client.welcome().epoch
+                process.kill()
+                async with asyncio.timeout(5):
+                    for stream in streams:
+                        with pytest.raises(WireError, match=rf"{endpoint}: the server went away"):
+                            await stream.first_token()
+                assert client.live == 0
+                early = client.submit([1])  # before the server is back
+                process.wait()
+                with server_process(port):
+                    await wait_until(lambda: early.times.accepted_s, "the early request's acceptance")
+                    assert client.welcome().epoch != epoch
+                    assert (await client.stats())["live"] == 1
+
+    run(scenario())
+
+
+def test_connection_that_breaks_before_the_welcome_is_tried_again(run):
+    """A port that takes connections and closes them, as a starting or dying server does, is no verdict:
+    requests wait until the server is there. If it never comes, the error tells of it."""
+
+    async def scenario():
+        closed = []
+
+        async def accept(reader, writer):
+            closed.append(writer)
+            writer.close()
+
+        door = await asyncio.start_server(accept, "127.0.0.1", 0)
+        endpoint = f"tcp://127.0.0.1:{door.sockets[0].getsockname()[1]}"
+        scheduler = FakeScheduler()
+        client = PairClient(endpoint, timeout_s=20)
+        entering = asyncio.create_task(client.__aenter__())
+        await wait_until(lambda: len(closed) >= 2, "two attempts")
+        with pytest.raises(WireError, match=r"closed the connection \d+ times"):
+            await PairClient(endpoint, timeout_s=0.3).__aenter__()
+        stream = client.submit([1], request_id="r")
+        door.close()
+        await door.wait_closed()
+        async with scheduler.service(endpoint):
+            await entering
+            await wait_until(lambda: stream.times.accepted_s, "the acceptance")
             await client.aclose()
 
     run(scenario())

@@ -94,7 +94,7 @@ def test_messages_sent_before_start_and_before_the_peer_exists_are_delivered(run
                 sender.send([b"%d" % i])
             sender.start()
             await wait_until(lambda: sender.counters.turns > 0, "a turn")
-            assert sender.waiting == 2000
+            assert (sender.waiting, sender.counters.errors) == (2000, 0)
             got = []
             receiver = ZmqPump(pull, got.append, name="pull")
             receiver.start()
@@ -227,6 +227,24 @@ def test_closing_inside_a_handler_ends_the_pump(run):
                 pump.send([b"x"])
             with pytest.raises(WireError, match="closed"):
                 pump.start()
+
+    run(scenario())
+
+
+def test_socket_closed_by_somebody_else_ends_the_pump_with_a_report(run):
+    """No spin and no crash of the loop."""
+
+    async def scenario():
+        async with zmq_context() as context:
+            pull = context.socket(zmq.PULL)
+            bind(pull)
+            errors = []
+            pump = ZmqPump(pull, nothing, name="robbed", on_error=errors.append)
+            pump.watch_connections(nothing, nothing)
+            pump.start()
+            pull.close()
+            await wait_until(lambda: pump.closed, "the end of the pump")
+            assert isinstance(errors[0], zmq.ZMQError)
 
     run(scenario())
 

@@ -244,7 +244,11 @@ class PairClient:
         if isinstance(message, Failed):
             self._fail(stream, error_from(message))
             return
-        stream.on_message(message)  # type: ignore[arg-type]
+        try:
+            stream.on_message(message)
+        except WireError as err:
+            self._fail(stream, err)
+            return
         if stream.prefill_done and stream.decode_done:
             del self._streams[stream.request_id]
 

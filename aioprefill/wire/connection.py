@@ -3,7 +3,8 @@
 Rules:
 - ZMQ would reconnect by itself and deliver old messages to a new server. Here a lost connection is closed,
   everything that waits on it fails, and the next message opens a fresh one.
-- `Hello` goes first, and messages may follow before its answer; if none comes in time, all of it fails.
+- Nothing but `Hello` is sent before `Welcome`; until then messages are held. A connection that breaks
+  before it is tried again (a server that starts or dies does that), until the timeout fails all of it.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ import zmq
 
 from aioprefill.errors import WireError
 from aioprefill.wire.messages import Failed, Hello, Message, Ping, Pong, Welcome, decode, encode
-from aioprefill.wire.pump import ZmqPump
+from aioprefill.wire.outbox import Offer, Outbox
+from aioprefill.wire.pump import MAX_OUTBOX_BYTES, ZmqPump
 from aioprefill.wire.security import CurveKeys, apply_client_security
 from aioprefill.wire.sockets import Context, SocketLimits
 
+MAX_HELD = 65536
+RETRY_S = 0.1
 log = logging.getLogger(__name__)
 
 # many small messages, so that a client that is busy for a moment does not hold its heartbeat back
@@ -62,11 +66,14 @@ class Connection:
         self._limits = limits
         self._pump: ZmqPump | None = None
         self._ready: asyncio.Future[Welcome] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        """None: there is no connection. Not done: it is being made."""
+        self._held = self._new_outbox()
+        self._timers: list[asyncio.TimerHandle] = []
+        self._broken = 0
         self._closed = False
 
     def __repr__(self) -> str:
-        state = "closed" if self._pump is None else "ready" if self._is_ready else "opening"
+        state = "closed" if self._ready is None else "ready" if self._is_ready else "opening"
         return f"<Connection {self.endpoint} {state}>"
 
     @property
@@ -84,13 +91,17 @@ class Connection:
         that is malformed, or off loopback without keys.
         """
         frame = encode(message)
-        self._open().send([frame])
+        self._open()
+        if self._is_ready and self._pump is not None:
+            self._pump.send([frame])
+        else:
+            self._held.push([frame])
 
     def send_if_open(self, message: Message) -> None:
         """Queue a message that is of no use to another connection than this one, or drop it."""
-        if self._pump is not None:
+        if self._ready is not None:
             with contextlib.suppress(WireError):
-                self._pump.send([encode(message)])
+                self.send(message)
 
     async def wait_ready(self) -> Welcome:
         """Open the connection and wait for the server's `Welcome`.
@@ -98,21 +109,26 @@ class Connection:
         Raises `WireError` when none comes within the timeout, or the server refuses. Cancelling the wait
         leaves the connection as it is.
         """
-        self._open()
-        assert self._ready is not None
-        return await asyncio.shield(self._ready)
+        return await asyncio.shield(self._open())
 
     def close(self) -> None:
         """Close at once; `on_lost` is not called. What was queued may be lost. Idempotent."""
         self._closed = True
         self._shut(WireError(f"{self.endpoint}: the client was closed"))
 
-    def _open(self) -> ZmqPump:
+    def _open(self) -> asyncio.Future[Welcome]:
         if self._closed:
             raise WireError(f"{self.endpoint}: the client was closed")
-        if self._pump is not None:
-            return self._pump
-        loop = asyncio.get_running_loop()
+        if self._ready is None:
+            self._connect()
+            loop = asyncio.get_running_loop()
+            self._ready = loop.create_future()
+            self._ready.add_done_callback(_consume)
+            self._timers = [loop.call_later(self._timeout_s, self._on_timeout)]
+            self._broken = 0
+        return self._ready
+
+    def _connect(self) -> None:
         socket = self._context.socket(zmq.DEALER)
         pump = ZmqPump(socket, self._on_frames, name=f"connection to {self.endpoint}")
         try:
@@ -127,24 +143,37 @@ class Connection:
             pump.close()
             raise
         self._pump = pump
-        self._ready = loop.create_future()
-        self._ready.add_done_callback(_consume)
-        self._timer = loop.call_later(self._timeout_s, self._on_timeout)
         pump.start()
         pump.send([encode(self._hello)])
-        return pump
+
+    def _reconnect(self) -> None:
+        try:
+            self._connect()
+        except WireError as err:
+            self._lose(err)
+
+    def _new_outbox(self) -> Outbox:
+        return Outbox(
+            f"connection to {self.endpoint}",
+            by_peer=False,
+            max_messages=MAX_HELD,
+            max_per_lane=MAX_HELD,
+            max_bytes=MAX_OUTBOX_BYTES,
+        )
 
     def _shut(self, error: WireError) -> None:
         pump, self._pump = self._pump, None
         if pump is not None:
             pump.close()
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(error)
+        for timer in self._timers:
+            timer.cancel()
+        ready, self._ready = self._ready, None
+        self._held = self._new_outbox()
+        if ready is not None and not ready.done():
+            ready.set_exception(error)
 
     def _lose(self, error: WireError) -> None:
-        if self._pump is not None:
+        if self._ready is not None:
             self._shut(error)
             self._on_lost(error)
 
@@ -164,11 +193,20 @@ class Connection:
             self._on_message(message)
 
     def _on_welcome(self, welcome: Welcome) -> None:
+        pump, ready = self._pump, self._ready
+        if pump is None or ready is None or ready.done():
+            return
         self.welcome = welcome
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._ready is not None and not self._ready.done():
-            self._ready.set_result(welcome)
+        for timer in self._timers:
+            timer.cancel()
+        ready.set_result(welcome)
+        held, self._held = self._held, self._new_outbox()
+
+        def forward(frames: list[bytes]) -> Offer:
+            pump.send(frames)
+            return Offer.SENT
+
+        held.drain(forward, len(held))
 
     def _on_failed(self, failed: Failed) -> None:
         if failed.code == "hello_required":
@@ -183,22 +221,25 @@ class Connection:
         if pump is None:
             return
         pump.receive_pending()  # its last words come before its death
+        if self._pump is not pump:
+            return
         if self._is_ready:
             text = "the server went away (connection lost): submit the request again when it is back"
-        else:
-            text = "the connection was lost before the server answered"
-        if self._pump is pump:
             self._lose(WireError(f"{self.endpoint}: {text}"))
+            return
+        self._pump = None
+        pump.close()
+        self._broken += 1
+        self._timers[1:] = [asyncio.get_running_loop().call_later(RETRY_S, self._reconnect)]
 
     def _on_refused(self, endpoint: str, reason: str) -> None:
         self._lose(WireError(f"{self.endpoint}: the server refused the connection: {reason}"))
 
     def _on_timeout(self) -> None:
-        self._lose(
-            WireError(
-                f"no answer from {self.endpoint} within {self._timeout_s:g} s: is `{self._command}` running?"
-            )
-        )
+        text = f"no answer from {self.endpoint} within {self._timeout_s:g} s"
+        if self._broken:
+            text += f", it closed the connection {self._broken} times (keys on one side only?)"
+        self._lose(WireError(f"{text}: is `{self._command}` running?"))
 
 
 def _consume(future: asyncio.Future[Welcome]) -> None:

@@ -137,7 +137,10 @@ class Finished(msgspec.Struct, tag="finished", frozen=True):
 
 
 class PoolInfo(msgspec.Struct, tag="pool", frozen=True):
-    """Decode -> prefill, right after `Welcome`: where its KV pool is, and in what layout."""
+    """Where a process's KV pool is, and in what layout.
+
+    Decode -> prefill right after `Welcome`; prefill -> decode before its first room.
+    """
 
     agent: str
     """NIXL agent name."""

@@ -31,9 +31,9 @@ RETRY_S = 0.01
 """How soon a message is offered again to a ROUTER peer that was full; nothing signals that case."""
 # EHOSTUNREACH: a ROUTER does not know the peer. The others: its connection broke just now.
 _GONE = frozenset({zmq.EHOSTUNREACH, zmq.ENOTCONN, zmq.ENETUNREACH, zmq.ENETRESET})
+# EVENT_HANDSHAKE_FAILED_NO_DETAIL is not here: the connection broke meanwhile, so DISCONNECTED follows
 _REFUSALS = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "not authorised (CURVE key not accepted)",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "handshake failed",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "handshake failed (CURVE on one side only, or not ZMTP)",
 }
 _WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
@@ -82,6 +82,7 @@ class ZmqPump:
         self._on_unreachable = on_unreachable
         self._batch = batch
         self._router = socket.type == zmq.ROUTER
+        self._send_only = socket.type in (zmq.PUSH, zmq.PUB)
         self._outbox = Outbox(
             name,
             by_peer=self._router,
@@ -90,6 +91,7 @@ class ZmqPump:
             max_bytes=MAX_OUTBOX_BYTES,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._fd = -1
         self._scheduled = False
         self._closed = False
         self._retry: asyncio.TimerHandle | None = None
@@ -119,7 +121,8 @@ class ZmqPump:
         if self._closed or self._loop is not None:
             raise WireError(f"{self.name}: the pump is closed or was started before")
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(int(self._socket.getsockopt(zmq.FD)), self._turn)
+        self._fd = int(self._socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fd, self._turn)
         self._schedule()  # the descriptor does not report what happened before
         if self._monitor is not None:
             self._monitor.start()
@@ -187,10 +190,11 @@ class ZmqPump:
             return
         self._closed = True
         if self._monitor is not None:
-            self._socket.disable_monitor()
+            if not self._socket.closed:
+                self._socket.disable_monitor()
             self._monitor.close()
         if self._loop is not None:
-            self._loop.remove_reader(int(self._socket.getsockopt(zmq.FD)))
+            self._loop.remove_reader(self._fd)
         if self._retry is not None:
             self._retry.cancel()
         if linger_ms and self._loop is not None:
@@ -225,6 +229,8 @@ class ZmqPump:
 
     def _receive(self) -> bool:
         """Take messages; True when there may be more."""
+        if self._send_only:
+            return False
         deadline = time.perf_counter() + TURN_S
         for _ in range(self._batch):
             try:
@@ -233,6 +239,7 @@ class ZmqPump:
                 return False
             except zmq.ZMQError as err:
                 self._fail(err)
+                self.close()  # its context was ended, or the socket closed, under our feet
                 return False
             self.counters.received += 1
             try:

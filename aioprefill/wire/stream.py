@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from aioprefill.errors import AioprefillError, RequestAborted, WireError
-from aioprefill.wire.messages import Accepted, Finished, FirstToken, Token, Transferred
+from aioprefill.wire.messages import Accepted, Finished, FirstToken, Message, Token, Transferred
 
 T = TypeVar("T")
 
@@ -112,8 +112,8 @@ class TokenStream:
 
     # What follows is for the client that owns the stream.
 
-    def on_message(self, message: Accepted | FirstToken | Transferred | Token | Finished) -> None:
-        """Take an answer. A decode worker that breaks the order of tokens fails the stream."""
+    def on_message(self, message: Message) -> None:
+        """Take an answer; others are ignored. Raises `WireError` for tokens out of order or missing."""
         now = time.monotonic()
         if isinstance(message, Token):
             self._on_token(message, now)
@@ -123,7 +123,7 @@ class TokenStream:
             self.times.accepted_s = now
         elif isinstance(message, FirstToken):
             self._on_first(message, now)
-        else:
+        elif isinstance(message, Transferred):
             self.times.transferred_s = now
             _settle(self._transferred, message)
 
@@ -140,17 +140,17 @@ class TokenStream:
         expected = len(self.times.tokens_s)
         if message.index != expected or expected >= self._max_new_tokens:
             text = f"sent token {message.index} where number {expected} of {self._max_new_tokens} was due"
-            self.fail(WireError(f"{self._decode_endpoint}: the decode worker {text}"))
-            return
+            raise WireError(f"{self._decode_endpoint}: the decode worker {text}")
         self.times.tokens_s.append(now)
         self._tokens.append(message.token_id)
         self._news.set()
 
     def _on_finished(self, message: Finished, now: float) -> None:
+        if self._finished.done():
+            return
         if message.tokens != len(self.times.tokens_s):
             text = f"{len(self.times.tokens_s)} of {message.tokens} tokens arrived"
-            self.fail(WireError(f"{self._decode_endpoint}: {text}"))
-            return
+            raise WireError(f"{self._decode_endpoint}: {text}")
         self.times.finished_s = now
         _settle(self._finished, message)
         self._news.set()
