@@ -84,6 +84,10 @@ class RoomBook:
         """The room of a ticket, None once released."""
         return self._rooms.get(ticket)
 
+    def rooms(self) -> list[SenderRoom]:
+        """All rooms that are not released, oldest first."""
+        return list(self._rooms.values())
+
     def rooms_of(self, peer: str) -> list[SenderRoom]:
         """Rooms with one peer, oldest first."""
         return [room for room in self._rooms.values() if room.handoff.peer == peer]

@@ -22,7 +22,7 @@ class PeerReady:
     """The peer's handshake is done: rooms may be announced to it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PagesReserved:
     """The peer reserved these pages of its pool, which has `num_pages`."""
 
@@ -95,7 +95,7 @@ class Tell:
     message: Bootstrap | Commit | Cancel
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Write:
     """Write local page `local[i]` to the peer's page `remote[i]`; answered by `WriteEnded(number)`."""
 

@@ -103,8 +103,7 @@ class SenderRoom:
         self._remote = np.empty(0, dtype=np.int32)
         self._next_page = 0
         self._writes = 0
-        self._reason = ""
-        self._outcome: str | None = None
+        self._reason: str | None = None
         self._history: deque[str] = deque(maxlen=HISTORY)
 
     def __repr__(self) -> str:
@@ -219,7 +218,6 @@ class SenderRoom:
     def _end(self, reason: str, *, report: bool) -> list[Command]:
         """Fail or abandon. The pages stay ours to protect until the last live write is terminal."""
         self._reason = reason
-        self._outcome = f"decode peer {self.handoff.peer}: {reason}" if report else reason
         if not self.live:
             return self._release()
         self.state = RoomState.DRAINING
@@ -235,7 +233,7 @@ class SenderRoom:
         return [*commands, self._emit(TransferState.FAILED, released=True)]
 
     def _cancel(self, *, quiet: bool) -> Cancel:
-        return Cancel(room=self.handoff.room, message=self._reason, quiet=quiet, ticket=self.ticket)
+        return Cancel(room=self.handoff.room, message=self._reason or "", quiet=quiet, ticket=self.ticket)
 
     def _emit(self, state: TransferState, *, released: bool = False) -> Emit:
-        return Emit(TransferEvent(self.handoff.room, state, self._outcome, released))
+        return Emit(TransferEvent(self.handoff.room, state, self._reason, released))

@@ -111,7 +111,7 @@ class StatsQuery(msgspec.Struct, tag="stats?", frozen=True):
 class Stats(msgspec.Struct, tag="stats", frozen=True):
     """Answer to `StatsQuery`: a flat table of numbers and short texts."""
 
-    values: dict[str, int | float | str]
+    values: dict[str, bool | int | float | str]
 
 
 class Attach(msgspec.Struct, tag="attach", frozen=True):
