@@ -12,7 +12,7 @@ import typer
 
 from aioprefill.cli.settings_flags import NOTE, Flags, command_for_all
 from aioprefill.config import COMMANDS
-from aioprefill.config_kinds import Bytes
+from aioprefill.config_kinds import Auto, Bytes
 from aioprefill.config_option import all_options
 from aioprefill.config_sources import Effective, find_config_file, resolve_settings, unknown_variables
 
@@ -70,7 +70,9 @@ def _rows(flags: Flags, config_file: Path | None) -> list[Row]:
 
 
 def _as_object(value: Effective, commands: list[str]) -> dict[str, Any]:
-    plain = isinstance(value.value, bool | int | float) and not isinstance(value.option.kind, Bytes)
+    kind = value.option.kind
+    sized = isinstance(kind.of if isinstance(kind, Auto) else kind, Bytes)
+    plain = isinstance(value.value, bool | int | float) and not sized
     return {
         "name": value.option.name,
         "value": value.value if plain else value.text,

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +16,7 @@ from aioprefill.cli.model_progress import fetch_model
 from aioprefill.cli.settings_flags import NOTE, command
 from aioprefill.config import GenerateConfig
 from aioprefill.config_sources import Settings
-from aioprefill.errors import ConfigError, InvalidRequest, RequestAborted
+from aioprefill.errors import ConfigError, InvalidRequest
 from aioprefill.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -36,7 +35,9 @@ _INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class Job:
+    """What to generate, and how to show it."""
+
     prompt: str
     chat: bool
     sampling: SamplingParams
@@ -73,11 +74,11 @@ def generate(
     if max_new_tokens < 1:
         raise InvalidRequest("max_new_tokens", f"must be at least 1, got {max_new_tokens}")
     text = _read_prompt(prompt)
-    job = _Job(text, chat, sampling, max_new_tokens, ignore_eos, json)
+    job = Job(text, chat, sampling, max_new_tokens, ignore_eos, json)
     config = settings.build(GenerateConfig)
     logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
-        return asyncio.run(_generate(config, job))
+        return asyncio.run(run_generate(config, job))
     except KeyboardInterrupt:
         return _INTERRUPTED
 
@@ -91,7 +92,8 @@ def _read_prompt(prompt: str) -> str:
         raise InvalidRequest("prompt", f"standard input is not UTF-8: {err}") from err
 
 
-async def _generate(config: GenerateConfig, job: _Job) -> int:
+async def run_generate(config: GenerateConfig, job: Job) -> int:
+    """Print what the pair generates; the exit code. Raises the request's error. Cancelling it aborts."""
     from aioprefill.engine.model_text import ModelText
     from aioprefill.wire.client import PairClient
     from aioprefill.wire.security import load_keys
@@ -135,10 +137,11 @@ async def _read(stream: TokenStream, text: ModelText, *, show: bool) -> tuple[li
         async for token_id in stream:
             made.append(token_id)
             take(decoder.push(token_id))
+    except BaseException:
+        stream.abort()
+        raise
     finally:
-        with suppress(RequestAborted):
-            stream.abort()
-        take(decoder.finish() + "\n" if show else decoder.finish())
+        take(decoder.finish() + ("\n" if show and made else ""))
     return made, pieces
 
 

@@ -100,7 +100,7 @@ class CachedModel:
             return manifest
         with self._locked(report, self._too_full(recipe.need_bytes)):
             # somebody else may have built it while this process waited
-            return self.look(report) or self._build(recipe, report)
+            return self.look(report, verify=verify) or self._build(recipe, report)
 
     def remove(self, report: Report) -> None:
         """Delete the folder. Raises `ModelError`."""

@@ -104,13 +104,20 @@ def record_folder(folder: Path, cache: Path, report: Report, *, verify: bool = F
     unchanged = known is not None and find_difference(folder, known) is None
     if known is not None and unchanged and not verify:
         return known
-    fresh = record_files(folder, names, str(folder), report)
+    fresh = read_hashes(folder, names, report)
     if known is not None and unchanged and fresh.files != known.files:
-        raise ModelError(
-            f"model folder {folder}: contents changed while sizes and times did not: fetch it again"
-        )
+        message = f"model folder {folder} is damaged: contents changed, sizes and times did not"
+        raise ModelError(f"{message}: fetch it again")
     keep_manifest(path, fresh)
     return fresh
+
+
+def read_hashes(folder: Path, names: list[str], report: Report) -> Manifest:
+    """`record_files` for files that are not ours. Raises `ModelError` when one cannot be read."""
+    try:
+        return record_files(folder, names, str(folder), report)
+    except OSError as err:
+        raise ModelError(f"model file {err.filename or folder} cannot be read: {err.strerror}") from err
 
 
 def keep_manifest(path: Path, manifest: Manifest) -> None:

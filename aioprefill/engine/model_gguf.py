@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from aioprefill.engine.model_folder import keep_manifest
-from aioprefill.engine.model_manifest import Report, find_difference, read_manifest, record_files
+from aioprefill.engine.model_folder import keep_manifest, read_hashes
+from aioprefill.engine.model_manifest import Report, find_difference, read_manifest
 from aioprefill.errors import ModelError
 
 
@@ -26,6 +26,6 @@ def gguf_hash(path: Path, cache: Path, report: Report, *, verify: bool = False) 
     remembered = cache / "manifests" / f"{path.name[:64]}-{key}.json"
     known = read_manifest(remembered)
     if known is None or verify or find_difference(path.parent, known) is not None:
-        known = record_files(path.parent, [path.name], str(path), report)
+        known = read_hashes(path.parent, [path.name], report)
         keep_manifest(remembered, known)
     return known.files[0].sha256
