@@ -7,12 +7,11 @@ streams from the decode worker that got its KV.
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 import time
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import uvloop
 from rich.console import Console
 from rich.live import Live
@@ -87,21 +86,18 @@ def make_lines(text: ModelText) -> list[Line]:
     return lines
 
 
-def run_demo(config: DemoConfig, *, as_json: bool) -> int:
-    """Run the demonstration; exit code 0 when all went well. Ctrl-C stops both processes first."""
-    console = Console(stderr=as_json)
-    with console.status("model: looking it up") as status:
+def run_demo(*, json: bool, config: DemoConfig) -> int:
+    """Run the demonstration; exit code 0 when all went well. Ctrl-C stops both processes first.
 
-        def progress(step: str, done: int, total: int) -> None:
-            share = f" {100 * done // total}%" if total else ""
-            status.update(f"model: {step}{share}")
-
-        model = resolve_model(config.engine.model, cache_dir=config.engine.cache_dir, progress=progress)
+    With `json` the only thing on stdout is one JSON object.
+    """
+    console = Console(stderr=json)
+    model = resolve_model(config.engine.model, cache_dir=config.engine.cache_dir)
     console.print(f"model: {model.name} in {model.path}")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(demonstrate(config, ModelText(model.path), console))
-    if as_json:
-        print(json.dumps(result, indent=2))
+    if json:
+        print(msgspec.json.format(msgspec.json.encode(result)).decode())
     return 0
 
 
@@ -110,9 +106,8 @@ async def demonstrate(config: DemoConfig, text: ModelText, console: Console) -> 
     console.print("starting a prefill and a decode process ...")
     started = time.perf_counter()
     async with running_pair(options_of(config)) as pair:
-        console.print(
-            f"ready after {time.perf_counter() - started:.1f} s: {pair.prefill.endpoint}, {pair.decode.endpoint}"
-        )
+        seconds, ends = time.perf_counter() - started, (pair.prefill.endpoint, pair.decode.endpoint)
+        console.print(f"ready after {seconds:.1f} s: {ends[0]}, {ends[1]}")
         async with PairClient(pair.prefill.endpoint, pair.decode.endpoint, timeout_s=30.0) as client:
             lines = make_lines(text)
             with Live(console=console, refresh_per_second=10, transient=True) as live:
@@ -186,7 +181,3 @@ def table(lines: list[Line]) -> Table:
             line.title, str(len(line.prompt_ids)), *(f"{ms:.0f}" for ms in times), str(line.tokens)
         )
     return result
-
-
-if __name__ == "__main__":
-    sys.exit(run_demo(DemoConfig(), as_json="--json" in sys.argv))

@@ -1,4 +1,4 @@
-"""A prefill and a decode process, started and stopped together: for the demonstration, benchmarks and tests."""
+"""A prefill and a decode process, started and stopped together: for demonstration, benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ServerProcess:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             # its own group: Ctrl-C reaches only us, and we stop it in order
-            process_group=0,
+            start_new_session=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
         return cls(command, process)
@@ -70,9 +70,9 @@ class ServerProcess:
             )
             if self._ready not in done:
                 await asyncio.wait([self._reader], timeout=1.0)
-                state = (
-                    f"ended with {ended.result()}" if ended in done else f"is not ready after {timeout_s:g} s"
-                )
+                state = f"is not ready after {timeout_s:g} s"
+                if ended in done:
+                    state = f"ended with {ended.result()}"
                 raise HostError(f"aioprefill {self.command} {state}:\n" + "\n".join(self.lines))
         finally:
             ended.cancel()

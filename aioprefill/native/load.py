@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from aioprefill.config import EngineConfig
+from aioprefill.config import EngineConfig, NativeConfig
 from aioprefill.engine.kv_pool import KVPool
 from aioprefill.engine.model_files import resolve_model
 from aioprefill.engine.transformers_engine import TransformersEngine
 from aioprefill.errors import ModelError
 from aioprefill.kv_layout import DTYPE_BYTES
+from aioprefill.native.host import NativeHost
 from aioprefill.transfer.pool_view import PoolView
+from aioprefill.transfer.port import KVTransfer
 
 
 def load_engine(config: EngineConfig) -> TransformersEngine:
@@ -31,6 +34,21 @@ def load_engine(config: EngineConfig) -> TransformersEngine:
         kv_memory_bytes=config.kv_memory,
         threads=config.threads,
     )
+
+
+def load_host(
+    engine: EngineConfig | None = None,
+    native: NativeConfig | None = None,
+    *,
+    transfer: Callable[[TransformersEngine], KVTransfer] | None = None,
+) -> NativeHost:
+    """A native host for `PrefillScheduler`, with the model loaded: the shortest way to embed one.
+
+    `transfer` makes the KV transfer for the loaded engine; without one requests get their first token and
+    nothing is handed off. Blocks and raises as `load_engine` does.
+    """
+    loaded = load_engine(engine or EngineConfig())
+    return NativeHost(loaded, transfer(loaded) if transfer is not None else None, native)
 
 
 def own_dtype(folder: Path) -> str:

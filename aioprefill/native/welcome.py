@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import uuid
 
-from aioprefill import __version__
 from aioprefill.engine.port import ModelSpec
+from aioprefill.version import __version__
 from aioprefill.wire.messages import Welcome
 
 
