@@ -132,7 +132,7 @@ class PeerLink:
         try:
             LIMITS.apply(socket, self.endpoint)
             socket.setsockopt(zmq.IMMEDIATE, 1)
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
             apply_client_security(socket, self.endpoint, self._keys)
             pump.watch_connections(self._on_connected, self._on_disconnected, self._on_refused)
             socket.connect(self.endpoint)
