@@ -36,9 +36,9 @@ COMMANDS_PER_TURN = 256
 Command = Callable[[NixlOwner], None]
 
 
-def load_nixl() -> ModuleType:
+def load_nixl(memory: str = "DRAM") -> ModuleType:
     """Import nixl; takes seconds the first time. Raises `ConfigError` where it cannot be imported."""
-    prepare_environment()
+    prepare_environment(memory=memory)
     try:
         return importlib.import_module("nixl")
     except ImportError as err:
@@ -174,7 +174,7 @@ class NixlAgent:
             self._on_loop(lambda: self._report_end(owner))
 
     def _create(self) -> NixlOwner:
-        library = self._library or load_nixl()
+        library = self._library or load_nixl(self.pool.memory)
         try:
             if self.pool.memory == "VRAM":
                 cuda_runtime().cudaSetDevice(self.pool.device_id)
