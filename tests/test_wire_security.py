@@ -161,7 +161,7 @@ def test_plain_client_of_a_curve_server_gets_nothing(run, tmp_path):
         async with FakeScheduler().service(keys=load_keys(tmp_path)) as service, zmq_context() as context:
             raw = RawClient(context, service.endpoint)
             raw.send(Hello("client", "c"))
-            await wait_until(lambda: service.server.counters.refused_handshakes, "the refusal")
+            await wait_until(lambda: service.server.counters.disconnects, "the refusal")
             assert raw.got == []
             raw.pump.close()
             with pytest.raises(WireError, match=r"127\.0\.0\.1"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import uvloop
 import zmq
+
+from aioprefill.wire.pump import ZmqPump
 
 LOOPS = pytest.mark.parametrize("run", ["asyncio", "uvloop"], indirect=True)
 """Runs a test on both loops; the test takes the fixture `run`, imported from here."""
@@ -48,5 +51,10 @@ async def zmq_context() -> AsyncIterator[zmq.Context[zmq.Socket[bytes]]]:
     context = zmq.Context()
     try:
         yield context
+    except BaseException:
+        # the test failed before it closed its pumps, and uvloop aborts when a watched socket is closed
+        for pump in [thing for thing in gc.get_objects() if isinstance(thing, ZmqPump)]:
+            pump.close()
+        raise
     finally:
         context.destroy(linger=0)

@@ -61,7 +61,8 @@ class ZmqPump:
     for one peer of a ROUTER (default: an eighth). `name` is for error messages. An exception of
     `on_message` goes to `on_error` (default: the loop's exception handler); the pump goes on. A ROUTER with
     ROUTER_MANDATORY tells `on_unreachable` the identity whose message was dropped because that peer has
-    left. The socket belongs to the pump: `close` closes it. Not thread-safe.
+    left. The socket belongs to the pump, which closes it in `close`; closed by anybody else, it makes uvloop
+    abort the process. Not thread-safe.
     """
 
     def __init__(
@@ -190,8 +191,7 @@ class ZmqPump:
             return
         self._closed = True
         if self._monitor is not None:
-            if not self._socket.closed:
-                self._socket.disable_monitor()
+            self._socket.disable_monitor()
             self._monitor.close()
         if self._loop is not None:
             self._loop.remove_reader(self._fd)
@@ -239,7 +239,7 @@ class ZmqPump:
                 return False
             except zmq.ZMQError as err:
                 self._fail(err)
-                self.close()  # its context was ended, or the socket closed, under our feet
+                self.close()  # its context was ended under our feet
                 return False
             self.counters.received += 1
             try:

@@ -47,7 +47,8 @@ class ServerCounters:
     """Well-formed messages that this server does not take."""
     without_hello: int = 0
     wrong_version: int = 0
-    refused_handshakes: int = 0
+    disconnects: int = 0
+    """Connections that ended, also before their handshake was done."""
     slow_clients: int = 0
     """Dropped because they did not read."""
 
@@ -135,9 +136,10 @@ class WireServer:
                 max_outbox=self._max_outbox,
                 on_unreachable=self._lose,
             )
-            pump.watch_connections(_ignore, self._on_disconnected, self._on_refused)
+            pump.watch_connections(_ignore, self._on_disconnected)
             self._bind(socket)
         except BaseException:
+            self.close()  # first, since a watched descriptor must not be closed
             context.destroy(linger=0)
             self._context = None
             raise
@@ -276,10 +278,8 @@ class WireServer:
         if self._on_gone is not None:
             self._on_gone(identity)
 
-    def _on_refused(self, endpoint: str, reason: str) -> None:
-        self.counters.refused_handshakes += 1
-
     def _on_disconnected(self, endpoint: str) -> None:
+        self.counters.disconnects += 1
         loop = asyncio.get_running_loop()
         if PROBE_SOON_S not in self._probes:
             self._probes[PROBE_SOON_S] = loop.call_later(PROBE_SOON_S, self._probe, PROBE_SOON_S)
