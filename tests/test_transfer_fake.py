@@ -125,6 +125,20 @@ async def test_T2_peers_refuse_die_fall_silent_and_come_back() -> None:
 
 
 @virtual_time
+async def test_T3_a_silent_peers_writes_do_not_end_by_themselves() -> None:
+    """Also where writes have a time: it passes, and the pages stay held until the peer is back."""
+    transfer, events = make(write_s=1.0)
+    transfer.open(handoff())
+    await settle()
+    transfer.send("r", [1, 2], 0, FIRST)
+    transfer.silence("p")
+    await asyncio.sleep(60.0)
+    assert transfer.held_pages() == {1, 2} and brief(events)[-1] == (0.0, "r", "failed", False)
+    transfer.revive("p")
+    assert brief(events)[-1] == (60.0, "r", "failed", True) and not transfer.held_pages()
+
+
+@virtual_time
 async def test_T3_pages_are_held_until_the_release() -> None:
     """`assert_free` sees reuse by a pool, `page_stamp` reuse by whoever changes a page."""
     stamps = {1: "x", 2: "x"}
