@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Protocol
@@ -95,11 +94,12 @@ class CudaEventCompletion:
 
     `launched` is the stream thread's future: it resolves to the event's handle (an int, as torch gives
     by `Event.cuda_event`) once the kernels are queued and the event is recorded. `runtime` is the
-    binding, so that tests can stand in for it. `keep_alive` is held until this object goes (the torch
-    event owns the handle).
+    binding, so that tests can stand in for it. `on_success` is called once, by the call that first finds
+    the event done; it may raise `DeviceError` (and keeps alive whoever owns the event). The outcome,
+    success or error, never changes once it was reported.
 
-    Pacing: poll every `poll_s`, at least 1 ms because uvloop's timers have whole milliseconds and a
-    shorter sleep there is a busy spin.
+    Pacing of `wait`: poll every `poll_s`, at least 1 ms because uvloop's timers have whole milliseconds
+    and a shorter sleep there is a busy spin.
     """
 
     def __init__(
@@ -107,30 +107,36 @@ class CudaEventCompletion:
         launched: concurrent.futures.Future[int],
         runtime: Any,
         *,
+        on_success: Callable[[], None] = lambda: None,
         poll_s: float = 0.001,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._launched = FutureCompletion(launched)
         self._handle = launched
         self._runtime = runtime
+        self._on_success = on_success
         self._poll_s = max(poll_s, 0.001)
-        self._sleep = sleep
         self._done = False
+        self._error: DeviceError | None = None
 
     def query(self) -> bool:
         """See `Completion.query`. Every status but success and not-ready is a `DeviceError`."""
-        if self._done:
-            return True
-        if not self._launched.query():
-            return False
-        (status,) = self._runtime.cudaEventQuery(self._handle.result())
-        errors = self._runtime.cudaError_t
-        if status == errors.cudaSuccess:
-            self._done = True
-        elif status != errors.cudaErrorNotReady:
-            name = str(status.name)
-            raise DeviceError(name, self._describe(status), sticky=name in STICKY_CUDA_ERRORS)
+        if not self._done and self._launched.query():
+            (status,) = self._runtime.cudaEventQuery(self._handle.result())
+            if status != self._runtime.cudaError_t.cudaErrorNotReady:
+                self._settle(status)
+        if self._error is not None:
+            raise self._error
         return self._done
+
+    def _settle(self, status: Any) -> None:
+        self._done = True
+        try:
+            if status != self._runtime.cudaError_t.cudaSuccess:
+                name = str(getattr(status, "name", f"cudaError{status}"))
+                raise DeviceError(name, self._describe(status), sticky=name in STICKY_CUDA_ERRORS)
+            self._on_success()
+        except DeviceError as err:
+            self._error = err
 
     def _describe(self, status: Any) -> str:
         code, text = self._runtime.cudaGetErrorString(status)
@@ -144,7 +150,9 @@ class CudaEventCompletion:
             await asyncio.sleep(self._poll_s)
 
     def synchronize(self) -> None:
-        """See `Completion.synchronize`."""
+        """See `Completion.synchronize`. Waits in `cudaEventSynchronize`."""
         self._launched.synchronize()
-        while not self.query():
-            self._sleep(self._poll_s)
+        if not self._done:
+            (status,) = self._runtime.cudaEventSynchronize(self._handle.result())
+            self._settle(status)
+        self.query()
