@@ -7,9 +7,9 @@ import importlib
 import sys
 
 BENCHMARKS = {
-    # "overhead": "tokens per second through the scheduler against the bare engine",
+    "overhead": "tokens per second through the scheduler against the bare engine",
     "intake": "from a client's send to the host's admission while a forward is pending",
-    # "memory": "resident memory over many requests, and what is left in use at the end",
+    "memory": "resident memory over many requests, and what is left in use at the end",
 }
 
 
