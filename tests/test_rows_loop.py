@@ -12,7 +12,7 @@ from aioprefill.config import SchedulerConfig
 from aioprefill.errors import DeviceError, HostError
 from aioprefill.host import Ingested
 from aioprefill.scheduler import PrefillScheduler
-from aioprefill.testing.clock import settle, virtual_time
+from aioprefill.testing.clock import VirtualLoop, settle, virtual_time
 from aioprefill.testing.host import FakeHost, FakeRequest
 
 
@@ -293,6 +293,30 @@ async def test_L13_after_the_last_result_one_empty_step_runs_also_after_hours() 
             host.wake.transfers()
             await asyncio.sleep(3 * 3600)
             assert host.idle_calls == round_number + 1
+
+
+@virtual_time
+async def test_H1_an_idle_loop_makes_no_turn_and_takes_the_first_message_at_once() -> None:
+    """An hour of quiet costs nothing; so does an hour of waiting for a forward."""
+    host = FakeHost()
+    async with running(host):
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        for pending in (False, True):
+            if pending:
+                host.arrive("long")
+                await settle()
+            before = loop.turns
+            await asyncio.sleep(3600)
+            assert loop.turns - before <= 3, "the timer of this test, and nothing else"
+            taken = loop.time()
+            host.arrive(f"first after the quiet {pending}")
+            await settle()
+            assert host.log[-1] != "idle" and loop.time() == taken
+            assert len(host.forwards) == 1 + 2 * pending
+            if not pending:
+                complete(host, 0)
+                await settle()
 
 
 @virtual_time

@@ -14,6 +14,7 @@ from aioprefill.errors import ConfigError, WireError
 from aioprefill.wire.client import PairClient
 from aioprefill.wire.messages import Hello
 from aioprefill.wire.security import (
+    Authenticator,
     apply_client_security,
     apply_server_security,
     is_local,
@@ -170,14 +171,14 @@ def test_plain_client_of_a_curve_server_gets_nothing(run, tmp_path):
     run(scenario())
 
 
-def test_without_authenticator_everybody_is_refused(run, tmp_path):
+def test_without_authenticator_everybody_is_refused(run, tmp_path, monkeypatch):
     """Fails closed: a CURVE socket whose authenticator does not run admits nobody."""
 
     async def scenario():
         write_keys(tmp_path)
         keys = load_keys(tmp_path)
+        monkeypatch.setattr(Authenticator, "start", lambda self: None)
         async with FakeScheduler().service(keys=keys) as service:
-            service.server._authenticator.close()
             with pytest.raises(WireError):
                 await PairClient(service.endpoint, keys=keys, timeout_s=0.5).__aenter__()
             assert service.server.clients == 0

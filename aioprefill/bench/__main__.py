@@ -9,6 +9,7 @@ import sys
 BENCHMARKS = {
     "overhead": "tokens per second through the scheduler against the bare engine",
     "intake": "from a client's send to the host's admission while a forward is pending",
+    "idle": "CPU of an idle pair, and how soon it takes the first message",
     "memory": "resident memory over many requests, and what is left in use at the end",
 }
 

@@ -20,8 +20,10 @@ class _JumpingSelector(selectors.DefaultSelector):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
+        self.turns = 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.turns += 1
         ready = super().select(0)
         if ready:
             return ready
@@ -41,6 +43,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Virtual seconds."""
         return self._clock.now
+
+    @property
+    def turns(self) -> int:
+        """Turns that the loop has made: what an idle program costs."""
+        return self._clock.turns
 
     def advance(self, seconds: float) -> None:
         """Pass virtual time at once, as a call that blocks the loop does."""

@@ -81,7 +81,7 @@ class FakeEngine:
         for span in spans if self.check_pages else ():
             pages = np.unique(span.pages)
             assert len(pages) == len(span.pages) >= self.spec.layout.pages_for(span.end)
-            assert 0 <= pages[0] and pages[-1] < self.num_pages
+            assert pages[0] >= 0 and pages[-1] < self.num_pages
         forward = FakeEngineForward(self.launched, list(spans), self.spec.vocab_size)
         self.launched += 1
         self.tokens += sum(len(span.token_ids) for span in spans)
