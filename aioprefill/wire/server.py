@@ -73,7 +73,7 @@ class WireServer:
         keys: CurveKeys | None = None,
         limits: SocketLimits | None = None,
         max_clients: int = MAX_CLIENTS,
-        max_outbox: int = 65536,
+        max_outbox: int = 1 << 18,
         name: str | None = None,
     ) -> None:
         self.endpoint = endpoint
