@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from aioprefill.errors import (
-    AioprefillError,
-    ConfigError,
-    DeviceError,
-    HostError,
-    InvalidRequest,
-    ModelError,
-    PeerError,
-    QueueFull,
-    RequestAborted,
-    WireError,
-)
+from aioprefill.errors import AioprefillError, DeviceError, InvalidRequest, PeerError, QueueFull
 from aioprefill.wire.messages import Failed
 
-_PLAIN = {kind.code: kind for kind in (ConfigError, HostError, ModelError, RequestAborted, WireError)}
+# classes that are a message and nothing else
+_PLAIN = {
+    kind.code: kind
+    for kind in AioprefillError.__subclasses__()
+    if kind.__init__ is AioprefillError.__init__  # type: ignore[misc]
+}
 
 
 def failed_from(error: AioprefillError, request_id: str | None = None) -> Failed:
