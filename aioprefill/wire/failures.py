@@ -7,9 +7,7 @@ from aioprefill.wire.messages import Failed
 
 # classes that are a message and nothing else
 _PLAIN = {
-    kind.code: kind
-    for kind in AioprefillError.__subclasses__()
-    if kind.__init__ is AioprefillError.__init__  # type: ignore[misc]
+    kind.code: kind for kind in AioprefillError.__subclasses__() if kind.__init__ is AioprefillError.__init__
 }
 
 
