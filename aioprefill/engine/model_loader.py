@@ -48,17 +48,22 @@ def load_model(path: Path, *, dtype: str, device: torch.device) -> PreTrainedMod
         raise ModelError(f"{path} holds no model: there is no config.json in it")
     try:
         with _quiet():
-            model = AutoModelForCausalLM.from_pretrained(
+            model, report = AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=TORCH_DTYPES[dtype],
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
+                output_loading_info=True,
             )
         model = model.to(device)
     except Exception as err:
         # whatever a broken or foreign folder makes transformers raise, it is the model that is wrong
         raise ModelError(f"{path} cannot be loaded on {device} in {dtype}: {err}") from err
+    if report["missing_keys"]:
+        # transformers fills them with random numbers
+        missing = sorted(report["missing_keys"])
+        raise ModelError(f"{path} lacks {len(missing)} of its weights, such as {', '.join(missing[:3])}")
     loaded: PreTrainedModel = model.eval().requires_grad_(False)
     return loaded
 

@@ -66,7 +66,7 @@ _Draw: TypeAlias = Callable[[torch.Tensor, _Settings], torch.Tensor]
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) that depends on nothing but (seed, position)."""
     key = np.array([seed, position], dtype=np.uint64)
-    return float(np.random.Generator(np.random.Philox(key=key)).random())
+    return (int(np.random.Philox(key=key).random_raw()) >> 11) * 2.0**-53
 
 
 def _fresh_seed() -> int:
@@ -216,9 +216,10 @@ def _total(weights: torch.Tensor) -> torch.Tensor:
 def _inverse(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """The first column whose cumulative weight exceeds the row's uniform share of the total.
 
-    Never a column of weight 0: the target stays below the total also after rounding.
+    Never a column of weight 0: the total is at least 1 and a uniform at most 1 - 2**-53, so the target
+    stays below the total also after rounding. Rows of NaN give some column, because an index out of range
+    would break a CUDA context.
     """
     cumulative = weights.cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    target = torch.minimum(uniforms * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target.contiguous(), right=True)
+    found = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+    return found.clamp_max(weights.shape[1] - 1)
