@@ -5,9 +5,11 @@ them: `aioprefill.native.load.load_host`.
 """
 
 from aioprefill.config import EngineConfig, NativeConfig, SchedulerConfig
+from aioprefill.control import PauseMode
 from aioprefill.errors import (
     AioprefillError,
     ConfigError,
+    ControlError,
     DeviceError,
     HostError,
     InvalidRequest,
@@ -15,17 +17,20 @@ from aioprefill.errors import (
     PeerError,
     QueueFull,
     RequestAborted,
+    RequestTimeout,
     WireError,
 )
 from aioprefill.host import DrainReport, PrefillHost
 from aioprefill.request import HandoffResult, PrefillHandle, PrefillRequest, PrefillResult
 from aioprefill.sampling_params import SamplingParams
-from aioprefill.scheduler import Health, PrefillScheduler, SchedulerStats
+from aioprefill.scheduler import PrefillScheduler
+from aioprefill.stats import Health, SchedulerStats
 from aioprefill.version import __version__
 
 __all__ = [
     "AioprefillError",
     "ConfigError",
+    "ControlError",
     "DeviceError",
     "DrainReport",
     "EngineConfig",
@@ -35,6 +40,7 @@ __all__ = [
     "InvalidRequest",
     "ModelError",
     "NativeConfig",
+    "PauseMode",
     "PeerError",
     "PrefillHandle",
     "PrefillHost",
@@ -43,6 +49,7 @@ __all__ = [
     "PrefillScheduler",
     "QueueFull",
     "RequestAborted",
+    "RequestTimeout",
     "SamplingParams",
     "SchedulerConfig",
     "SchedulerStats",

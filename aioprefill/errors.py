@@ -46,6 +46,18 @@ class RequestAborted(AioprefillError):
     code = "aborted"
 
 
+class RequestTimeout(AioprefillError):
+    """The request took too long; the message says in which stage and what its limit was."""
+
+    code = "timeout"
+
+
+class ControlError(AioprefillError):
+    """A control command that does not fit the state, such as a resume while running."""
+
+    code = "control"
+
+
 class PeerError(AioprefillError):
     """A decode peer refused, died or fell silent. `peer` names it (its endpoint)."""
 

@@ -28,6 +28,18 @@ class Wake:
 
 
 @dataclass(frozen=True, slots=True)
+class Hold:
+    """What `ingest` must keep back now, together with everything behind it."""
+
+    pauses: bool = False
+    """Every pause: a result is pending and this is no scheduling step."""
+    retract: bool = False
+    """Retract pauses: more than one forward is in flight, or one whose vote is not complete."""
+    weights: bool = False
+    """What needs the device to be still (weight updates): a forward is not agreed complete."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ingested:
     """What one `ingest` did."""
 
@@ -37,8 +49,12 @@ class Ingested:
     """Something dispatched can change what may be admitted (a request came, an abort freed pages, …)."""
     held: int = 0
     """Inputs kept back behind a pause, in all."""
+    held_retract: bool = False
+    """What is held begins with a retract pause."""
+    consumed: int = 0
+    """Results that a retract pause processed itself: 0 or 1, always the oldest forward's."""
     paused: bool = False
-    """The host is paused now."""
+    """The host is paused now: nothing may be launched, and no result processed."""
     exiting: bool = False
     """The host asked to launch nothing more."""
     more: bool = False
@@ -82,8 +98,12 @@ class PrefillHost(Protocol):
     def bind(self, wake: Wake) -> None:
         """Called once, on the running loop, before any host call."""
 
-    def ingest(self, now: float, *, hold_pause: bool) -> Ingested:
-        """Receive and dispatch a bounded amount of input; with `hold_pause` keep a pause and its suffix."""
+    def ingest(self, now: float, *, hold: Hold) -> Ingested:
+        """Receive and dispatch a bounded amount of input, in order; stop in front of what `hold` names.
+
+        A retract pause is dispatched with at most one forward in flight, agreed complete without error;
+        the host processes its result itself and says so (`consumed`).
+        """
 
     def collect_bootstrapped(self, now: float) -> int:
         """Make requests whose handshake ended admissible; how many."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from aioprefill.errors import DeviceError
-from aioprefill.host import Batch, Forward, Ingested, PrefillHost, Progress
+from aioprefill.host import Batch, Forward, Hold, Ingested, PrefillHost, Progress
 from aioprefill.tp_agree import CallOrder
 
 logger = logging.getLogger(__name__)
@@ -61,9 +61,9 @@ class HostCalls:
         finally:
             self._meter.add(kind, time.perf_counter() - started)
 
-    def ingest(self, *, hold_pause: bool) -> Ingested:
+    def ingest(self, *, hold: Hold) -> Ingested:
         """See `PrefillHost.ingest`."""
-        return self._call("ingest", self._host.ingest, hold_pause=hold_pause)
+        return self._call("ingest", self._host.ingest, hold=hold)
 
     def collect_bootstrapped(self) -> int:
         """See `PrefillHost.collect_bootstrapped`."""

@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aioprefill.config import SchedulerConfig
-from aioprefill.errors import DeviceError
 from aioprefill.host import PrefillHost
 from aioprefill.host_calls import HostCalls
-from aioprefill.pipeline import Flight, Pipeline
+from aioprefill.pipeline import Pipeline
 from aioprefill.signals import Signals
 from aioprefill.tp_agree import Agreement
 
@@ -28,12 +27,14 @@ class LoopCore:
     agreement: Agreement
     config: SchedulerConfig
 
-    def take_input(self) -> None:
-        """One `ingest`; what is left over is signalled."""
-        result = self.calls.ingest(hold_pause=self.pipeline.result_pending)
+    def take_input(self, *, scheduling_step: bool = False) -> None:
+        """One `ingest`; what is left over, and what a resume sets free, is signalled."""
+        result = self.calls.ingest(hold=self.pipeline.hold(scheduling_step=scheduling_step))
         self.pipeline.ingested(result)
         if result.more:
             self.signals.input.set()
+        if self.pipeline.may_process:
+            self.signals.results.set()
 
     def collect_bootstrapped(self) -> None:
         """Make requests whose handshake ended admissible, unless input is held."""
@@ -55,25 +56,28 @@ class LoopCore:
             number = self.pipeline.next_number
             forward = self.calls.launch(batch, number)
             self.pipeline.launched(forward, self.calls.now())
-            self.signals.launched.set()
+            self.signals.results.set()
             scheduling_step = False
 
     def scheduling_step(self) -> None:
         """The step, without a result in front."""
-        self.take_input()
+        self.take_input(scheduling_step=True)
         self.collect_bootstrapped()
         self.run_preparation(scheduling_step=True)
         if self.pipeline.take_idle_step():
             self.calls.on_idle()
         self.signals.progress.set()
 
-    def finish_forward(self, flight: Flight, error: DeviceError | None) -> None:
-        """The step behind the result of the oldest forward. Raises a sticky `error` at its end."""
-        if error is None:
+    def finish_oldest(self) -> None:
+        """The step behind the result of the oldest forward, which is agreed. Raises its sticky error."""
+        flight = self.pipeline.oldest
+        assert flight is not None and flight.agreed
+        if flight.error is not None:
+            self.calls.fail_result(flight.forward, flight.error)
+            self.pipeline.processed(flight.number)
+            if flight.error.sticky:
+                raise flight.error
+        elif not self.pipeline.retract_takes_result:
             self.calls.process_result(flight.forward)
-        else:
-            self.calls.fail_result(flight.forward, error)
-        self.pipeline.processed(flight.number)
-        if error is not None and error.sticky:
-            raise error
+            self.pipeline.processed(flight.number)
         self.scheduling_step()

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from aioprefill.host import Forward, Ingested, Progress
+from aioprefill.errors import DeviceError
+from aioprefill.host import Forward, Hold, Ingested, Progress
 
 SLOTS = 2
 """Forwards in flight at most: hosts keep two sets of buffers alive."""
@@ -25,6 +26,9 @@ class Flight:
 
     forward: Forward
     launched_at: float
+    agreed: bool = False
+    """Complete, or failed with `error`, on every rank: its vote is over."""
+    error: DeviceError | None = None
 
     @property
     def number(self) -> int:
@@ -62,6 +66,7 @@ class Pipeline:
         self.marker = False
         """The last preparation found no batch while a result was pending, and nothing has changed since."""
         self.held = 0
+        self.held_retract = False
         self.paused = False
         self.exiting = False
         self.counters = Counters()
@@ -88,6 +93,40 @@ class Pipeline:
     def oldest(self) -> Flight | None:
         """The forward whose result comes next."""
         return self.flights[0] if self.flights else None
+
+    @property
+    def next_vote(self) -> Flight | None:
+        """The oldest forward whose vote is not over; votes are in launch order."""
+        return next((flight for flight in self.flights if not flight.agreed), None)
+
+    @property
+    def still(self) -> bool:
+        """Every launched forward is agreed complete: nothing touches weights or pages."""
+        return all(flight.agreed for flight in self.flights)
+
+    def agreed_before(self, number: int) -> bool:
+        """Every forward launched before forward `number` is agreed complete."""
+        return all(flight.agreed for flight in self.flights if flight.number < number)
+
+    @property
+    def may_process(self) -> bool:
+        """The oldest result may be processed. A pause keeps results; a drain does not."""
+        oldest = self.oldest
+        return oldest is not None and oldest.agreed and (self.exiting or not self.paused)
+
+    @property
+    def retract_takes_result(self) -> bool:
+        """A held retract pause comes before the only result that is left, and processes it itself."""
+        oldest = self.oldest
+        return self.held_retract and len(self.flights) == 1 and oldest is not None and oldest.error is None
+
+    def hold(self, *, scheduling_step: bool) -> Hold:
+        """What the next `ingest` must keep back."""
+        return Hold(
+            pauses=self.result_pending and not scheduling_step,
+            retract=len(self.flights) > 1 or not self.still,
+            weights=not self.still,
+        )
 
     @property
     def next_number(self) -> int:
@@ -121,7 +160,11 @@ class Pipeline:
     def ingested(self, result: Ingested) -> None:
         """`ingest` returned."""
         self.held = result.held
+        self.held_retract = result.held_retract
         self.paused = result.paused
+        if result.consumed:
+            assert result.consumed == 1 and self.oldest is not None, "a pause consumed what was not there"
+            self.processed(self.oldest.number)
         self.exiting = self.exiting or result.exiting
         self.counters.arrivals += result.requests
         if self.flights:
@@ -167,9 +210,16 @@ class Pipeline:
         self.counters.launched += 1
         self.counters.max_in_flight = max(self.counters.max_in_flight, len(self.flights))
 
+    def voted(self, number: int, error: DeviceError | None) -> None:
+        """The vote on a forward is over."""
+        flight = self.next_vote
+        assert flight is not None and flight.number == number, f"vote {number} is out of order: {self}"
+        flight.agreed, flight.error = True, error
+
     def processed(self, number: int) -> None:
         """The result of the oldest forward was processed."""
         assert self.flights and self.flights[0].number == number, f"result {number} is out of order: {self}"
+        assert self.flights[0].agreed, f"result {number} was processed before its vote was over"
         assert self._last_named == number, f"result {number} was processed before its chunk bookkeeping"
         self.flights.popleft()
         self.counters.processed += 1

@@ -51,6 +51,8 @@ class PrefillResult:
     launched_s: float
     """When the request's first chunk was launched."""
     first_token_s: float
+    weight_versions: tuple[int, ...] = (0,)
+    """Versions of the weights that computed the prompt's KV and the token, in order; 0 before any update."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,19 @@ TURNS_FOR_INPUT = 3
 async def result_task(core: LoopCore) -> NoReturn:
     """Runs until cancelled. Raises `DeviceError` when the device is lost."""
     while True:
-        flight = core.pipeline.oldest
-        if flight is None:
-            await core.signals.launched.wait()
-            continue
-        error = await _completion_error(core, flight)
-        error = await core.agreement.vote(flight.number, error)
-        core.finish_forward(flight, error)
-        await asyncio.sleep(0)
+        flight = core.pipeline.next_vote
+        if flight is not None:
+            error = await _completion_error(core, flight)
+            error = await core.agreement.vote(flight.number, error)
+            core.pipeline.voted(flight.number, error)
+            core.signals.progress.set()
+            if core.pipeline.held:
+                core.signals.input.set()
+        elif not core.pipeline.may_process:
+            await core.signals.results.wait()
+        while core.pipeline.may_process:
+            core.finish_oldest()
+            await asyncio.sleep(0)
 
 
 async def _completion_error(core: LoopCore, flight: Flight) -> DeviceError | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 from aioprefill.config import SchedulerConfig
-from aioprefill.errors import AioprefillError, HostError, RequestAborted
+from aioprefill.control import AbortMatching, Command, FlushCache, Pause, PauseMode, Resume, UpdateWeights
+from aioprefill.errors import AioprefillError, ControlError, HostError, RequestAborted
 from aioprefill.host import DrainReport, PrefillHost, Wake
 from aioprefill.host_calls import CallMeter, HostCalls
 from aioprefill.intake_task import intake_task
@@ -21,10 +22,14 @@ from aioprefill.prepare_task import prepare_task
 from aioprefill.request import PrefillHandle, PrefillRequest
 from aioprefill.result_task import result_task
 from aioprefill.signals import Signals
+from aioprefill.stats import Health, SchedulerStats
 from aioprefill.tp_agree import CallOrder, SoloAgreement
 from aioprefill.transfer_task import transfer_task
 
 logger = logging.getLogger(__name__)
+
+Answer = dict[str, Any]
+"""What a control command reports: numbers and short texts by name."""
 
 TASKS = (intake_task, prepare_task, result_task, transfer_task)
 
@@ -38,44 +43,11 @@ class Frontend(Protocol):
     def abort(self, request_id: str, reason: str) -> None:
         """Ask for a request to be given up; unknown ids are ignored."""
 
+    def control(self, command: Command) -> asyncio.Future[Any]:
+        """Queue a command; the future has its answer (a dict) when it has taken effect."""
 
-@dataclass(frozen=True, slots=True)
-class Health:
-    """Live while the loop turns; ready while the host is well and nothing is stalled."""
-
-    live: bool
-    ready: bool
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """A snapshot of the loop's counters and of its host's own."""
-
-    in_flight: int
-    launched: int
-    processed: int
-    max_in_flight: int
-    arrivals: int
-    arrivals_during_forward: int
-    held: int
-    paused: bool
-    draining: bool
-    open_requests: int
-    host_calls: int
-    slow_host_calls: int
-    """Host calls that took longer than `SchedulerConfig.slow_call_s`."""
-    longest_host_call_ms: float
-    longest_host_call: str
-    host: Mapping[str, int | float | str]
-
-    def flat(self) -> dict[str, int | float | str]:
-        """All of it in one flat table."""
-        own = {name: getattr(self, name) for name in self.__slots__ if name != "host"}
-        return {**own, **self.host}
-
-    def __repr__(self) -> str:
-        return "<Stats " + " ".join(f"{name}={value}" for name, value in self.flat().items()) + ">"
+    async def stage_weights(self, folder: Path) -> Any:
+        """Read and examine weights, off the loop; for `UpdateWeights`. Raises `ModelError`."""
 
 
 class PrefillScheduler:
@@ -196,6 +168,61 @@ class PrefillScheduler:
 
     # Control
 
+    async def pause(
+        self, mode: PauseMode | str = PauseMode.IN_PLACE, *, barrier: bool | None = None
+    ) -> Answer:
+        """Stop launching, as `mode` says; returns when it has taken effect.
+
+        With `barrier` it returns when every forward launched before is agreed complete on all ranks too, so
+        that nothing touches the weights; its result may stay unprocessed. Modes `wait` and `abort` are
+        always barriers. Raises `ControlError` when paused already, or the mode is unknown. Cancelling the
+        wait does not undo the pause.
+        """
+        try:
+            mode = PauseMode(mode)
+        except ValueError:
+            known = ", ".join(PauseMode)
+            raise ControlError(f"there is no pause mode {mode!r}: say one of {known}") from None
+        answer = await self._control(Pause(mode))
+        if barrier or mode in (PauseMode.WAIT, PauseMode.ABORT):
+            await self._wait_agreed(self._pipeline.next_number)
+        return answer
+
+    async def resume(self) -> Answer:
+        """Go on after a pause. Raises `ControlError` when there is none."""
+        return await self._control(Resume())
+
+    async def update_weights(self, folder: Path | str) -> Answer:
+        """Serve with the weights of a folder of safetensors from now on; returns their version.
+
+        They are read and compared with the model first, off the loop; then swapped between two forwards,
+        with the prefix cache flushed. Requests may be queued and come in meanwhile. Raises `ModelError`
+        when they do not fit, and the old ones go on serving. Cancelling it may leave either.
+        """
+        staged = await self._frontend.stage_weights(Path(folder))
+        return await self._control(UpdateWeights(staged))
+
+    async def flush_cache(self) -> Answer:
+        """Forget cached prefixes; how many pages came free."""
+        return await self._control(FlushCache())
+
+    async def abort_matching(self, prefix: str, reason: str = "aborted by an operator") -> Answer:
+        """Abort every request whose id begins with `prefix`, in any state; "" is all. How many."""
+        return await self._control(AbortMatching(prefix, reason))
+
+    async def _control(self, command: Command) -> Answer:
+        if not self._running or self._pipeline.exiting:
+            raise ControlError("the scheduler is not running, or it drains")
+        answer: Answer = await self._frontend.control(command)
+        return answer
+
+    async def _wait_agreed(self, number: int) -> None:
+        """Return when every forward launched before `number` is agreed complete, or the loop has ended."""
+        core = self._core
+        assert core is not None
+        while self._running and not self._pipeline.agreed_before(number):
+            await core.signals.progress.wait()
+
     async def drain(self, timeout: float | None = None) -> DrainReport:  # noqa: ASYNC109  part of the API
         """Launch nothing more; process what was launched, let transfers finish, up to `timeout` seconds.
 
@@ -207,8 +234,8 @@ class PrefillScheduler:
         before = tuple(self._host.open_requests())
         if not self._pipeline.exiting:
             self._pipeline.drain()
-            core.take_input()
             core.calls.begin_drain()
+            core.take_input()
         still_open = set(self._host.open_requests())
         dropped = [request_id for request_id in before if request_id not in still_open]
         with contextlib.suppress(TimeoutError):

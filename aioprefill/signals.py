@@ -35,6 +35,25 @@ class Signal:
         return True
 
 
+class Notice:
+    """Tells every waiter that something has happened; who comes later waits for the next time."""
+
+    def __init__(self) -> None:
+        self._next: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        """Wake all waiters."""
+        if self._next is not None:
+            self._next.set_result(None)
+            self._next = None
+
+    async def wait(self) -> None:
+        """Wait for the next `set`. Cancelling it hurts no other waiter."""
+        if self._next is None:
+            self._next = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._next)
+
+
 class Signals:
     """The loop's signals, one per condition that a task waits for."""
 
@@ -43,9 +62,9 @@ class Signals:
         """-> intake_task: there is something to ingest."""
         self.preparation = Signal()
         """-> prepare_task: something may be admitted now."""
-        self.launched = Signal()
-        """-> result_task: a forward is in flight."""
+        self.results = Signal()
+        """-> result_task: a forward was launched, or a kept result may be processed."""
         self.transfers = Signal()
         """-> transfer_task: handshakes or transfers made progress."""
-        self.progress = Signal()
-        """-> drain: a request may have got its outcome."""
+        self.progress = Notice()
+        """-> drain and barriers: a vote is over, or a request may have got its outcome."""

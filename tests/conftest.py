@@ -8,6 +8,8 @@ import pytest
 
 from aioprefill.engine.model_files import ResolvedModel, resolve_model
 
+pytest_plugins = ["aioprefill.testing.plugin"]
+
 
 @pytest.fixture(scope="session")
 def embedded_model() -> ResolvedModel:

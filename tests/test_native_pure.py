@@ -258,6 +258,29 @@ def test_without_a_prefix_cache_pages_come_and_go() -> None:
     assert memory.pool.free == 3
 
 
+def test_a_flush_forgets_held_prefixes_too() -> None:
+    """Idle pages come free at once, held ones when they are released; mixed KV is not kept."""
+    memory = KVMemory(8, PAGE, prefix_cache=True)
+    idle, held, mixed = request(8), request(12, prompt=tokens(*range(50, 62))), request(4)
+    for one in (idle, held):
+        assert memory.admit(one)
+        one.computed = one.length
+        memory.keep_prefix(one)
+    memory.release(idle)
+    assert memory.flush() == 2
+    memory.check()
+    assert memory.cache is not None and memory.cache.pages == 0 and memory.pool.held == 3
+    memory.release(held)
+    assert memory.pool.free == 8
+    mixed.cacheable, mixed.computed = False, 4
+    assert memory.admit(mixed)
+    mixed.computed = 4
+    memory.keep_prefix(mixed)
+    assert memory.cache.pages == 0
+    memory.release(mixed)
+    assert KVMemory(8, PAGE, prefix_cache=False).flush() == 0
+
+
 def test_a_failed_admission_holds_nothing() -> None:
     """Also when part of the prompt was cached."""
     memory = KVMemory(4, PAGE, prefix_cache=True)
@@ -269,6 +292,15 @@ def test_a_failed_admission_holds_nothing() -> None:
     assert not memory.admit(request(17))
     assert memory.pool.held == 0
     assert memory.admit(request(16)), "cached pages are reused, the rest is free"
+
+
+def test_layouts_say_where_they_differ() -> None:
+    """The first field, with both values; and how many bytes and pages things take."""
+    mine = SPEC.layout
+    assert mine.difference(mine) is None
+    other = KVLayout("f", layers=2, kv_heads=1, head_dim=1, page_size=PAGE, dtype="float32")
+    assert mine.difference(other) == "layers is 2, expected 1"
+    assert mine.page_bytes == 1 * 2 * PAGE * 4 and mine.pages_for(9) == 3
 
 
 # Planner and policy

@@ -7,7 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from aioprefill.host import Ingested, Progress
+from aioprefill.errors import DeviceError
+from aioprefill.host import Hold, Ingested, Progress
 from aioprefill.pipeline import Attempt, Pipeline
 
 
@@ -27,6 +28,13 @@ def launch(pipeline: Pipeline) -> int:
     number = pipeline.next_number
     pipeline.launched(cast(Any, Launched(number)), now=1.5)
     return number
+
+
+def process(pipeline: Pipeline, number: int) -> None:
+    """The vote of a forward is over, and its result processed."""
+    if (flight := pipeline.next_vote) is not None and flight.number == number:
+        pipeline.voted(number, None)
+    pipeline.processed(number)
 
 
 def find_nothing(pipeline: Pipeline) -> Attempt:
@@ -104,21 +112,21 @@ def test_a_result_needs_a_preparation_that_saw_its_forward(pipeline: Pipeline) -
     """Two ready results back to back, without the step between them, are refused."""
     launch(pipeline)
     launch(pipeline)
-    pipeline.processed(0)
+    process(pipeline, 0)
     with pytest.raises(AssertionError, match="chunk bookkeeping"):
-        pipeline.processed(1)
+        process(pipeline, 1)
     assert find_nothing(pipeline).last == 1
-    pipeline.processed(1)
+    process(pipeline, 1)
 
 
 def test_results_in_order_only(pipeline: Pipeline) -> None:
     """A result of the younger forward, or of none, is refused."""
     with pytest.raises(AssertionError, match="out of order"):
-        pipeline.processed(0)
+        process(pipeline, 0)
     launch(pipeline)
     launch(pipeline)
     with pytest.raises(AssertionError, match="out of order"):
-        pipeline.processed(1)
+        process(pipeline, 1)
 
 
 @pytest.mark.parametrize(
@@ -131,15 +139,15 @@ def test_results_in_order_only(pipeline: Pipeline) -> None:
     ],
 )
 def test_bookkeeping_goes_on_while_admission_is_blocked(pipeline: Pipeline, block: Any) -> None:
-    """Held, paused, exiting or draining: chunk bookkeeping only, and the last batch is forgotten at the end."""
+    """Held, paused, exiting or draining: bookkeeping only; the last batch is forgotten at the end."""
     launch(pipeline)
     launch(pipeline)
     block(pipeline)
     assert pipeline.next_attempt() is None
-    pipeline.processed(0)
+    process(pipeline, 0)
     assert find_nothing(pipeline) == Attempt(last=1, admit=False)
     assert pipeline.next_attempt() is None
-    pipeline.processed(1)
+    process(pipeline, 1)
     assert find_nothing(pipeline) == Attempt(last=None, admit=False)
     assert pipeline.next_attempt() is None
     assert pipeline.take_idle_step() and not pipeline.take_idle_step()
@@ -151,11 +159,11 @@ def test_the_idle_step_is_taken_once_and_not_before_the_last_result(pipeline: Pi
     launch(pipeline)
     assert not pipeline.take_idle_step()
     find_nothing(pipeline)
-    pipeline.processed(0)
+    process(pipeline, 0)
     launch(pipeline)
     assert not pipeline.take_idle_step()
     find_nothing(pipeline)
-    pipeline.processed(1)
+    process(pipeline, 1)
     find_nothing(pipeline)
     assert pipeline.take_idle_step()
     assert pipeline.counters.idle_steps == 1
@@ -179,3 +187,65 @@ def test_it_can_be_printed(pipeline: Pipeline) -> None:
     launch(pipeline)
     assert "in_flight=[0]" in repr(pipeline)
     assert pipeline.oldest is not None and pipeline.oldest.launched_at == 1.5
+
+
+def test_votes_come_in_launch_order_and_before_results(pipeline: Pipeline) -> None:
+    """Each forward has one; a result without it is refused."""
+    launch(pipeline)
+    launch(pipeline)
+    assert not pipeline.may_process and not pipeline.still
+    with pytest.raises(AssertionError, match="out of order"):
+        pipeline.voted(1, None)
+    with pytest.raises(AssertionError, match="vote was over"):
+        pipeline.processed(0)
+    pipeline.voted(0, None)
+    assert pipeline.may_process and pipeline.agreed_before(1) and not pipeline.agreed_before(2)
+    assert pipeline.next_vote is not None and pipeline.next_vote.number == 1
+    pipeline.voted(1, None)
+    assert pipeline.still and pipeline.next_vote is None
+    with pytest.raises(AssertionError, match="out of order"):
+        pipeline.voted(2, None)
+
+
+def test_a_pause_keeps_results_and_a_drain_does_not(pipeline: Pipeline) -> None:
+    """In place: the result of a complete forward waits for the resume, or for the end."""
+    launch(pipeline)
+    pipeline.voted(0, None)
+    pipeline.ingested(Ingested(paused=True))
+    assert not pipeline.may_process
+    pipeline.drain()
+    assert pipeline.may_process
+
+
+def test_what_input_must_be_held(pipeline: Pipeline) -> None:
+    """Pauses until a step; retracts until one agreed forward is left; weights until the device is still."""
+    assert pipeline.hold(scheduling_step=False) == Hold()
+    launch(pipeline)
+    launch(pipeline)
+    assert pipeline.hold(scheduling_step=False) == Hold(pauses=True, retract=True, weights=True)
+    assert pipeline.hold(scheduling_step=True) == Hold(pauses=False, retract=True, weights=True)
+    process(pipeline, 0)
+    pipeline.voted(1, None)
+    assert pipeline.hold(scheduling_step=True) == Hold()
+
+
+def test_a_retract_takes_the_last_result_itself_unless_it_failed(pipeline: Pipeline) -> None:
+    """It says that it consumed it; consuming what is not there is refused."""
+    launch(pipeline)
+    find_nothing(pipeline)
+    pipeline.voted(0, None)
+    assert not pipeline.retract_takes_result
+    pipeline.ingested(Ingested(held=1, held_retract=True))
+    assert pipeline.retract_takes_result
+    pipeline.ingested(Ingested(consumed=1, paused=True))
+    assert not pipeline.result_pending and pipeline.counters.processed == 1
+    with pytest.raises(AssertionError, match="not there"):
+        pipeline.ingested(Ingested(consumed=1))
+
+
+def test_a_failed_forward_is_not_left_to_a_retract(pipeline: Pipeline) -> None:
+    """Its error is reported first."""
+    launch(pipeline)
+    pipeline.voted(0, DeviceError("cudaErrorX", "x", sticky=False))
+    pipeline.ingested(Ingested(held=1, held_retract=True))
+    assert not pipeline.retract_takes_result

@@ -10,7 +10,7 @@ import pytest
 
 from aioprefill.config import SchedulerConfig
 from aioprefill.errors import DeviceError, HostError
-from aioprefill.host import Ingested
+from aioprefill.host import Hold, Ingested
 from aioprefill.scheduler import PrefillScheduler
 from aioprefill.testing.clock import VirtualLoop, settle, virtual_time
 from aioprefill.testing.host import FakeHost, FakeRequest
@@ -66,9 +66,7 @@ async def test_L2_results_are_processed_in_launch_order_once_even_when_the_secon
 
 
 @virtual_time
-async def test_L3_requests_received_with_both_slots_full_are_launched_after_the_oldest_result() -> (
-    None
-):
+async def test_L3_requests_received_with_both_slots_full_are_launched_after_the_oldest_result() -> None:
     """No further input arrives."""
     host = FakeHost()
     async with running(host):
@@ -248,8 +246,8 @@ async def test_L10_with_the_switch_off_a_result_is_waited_for_in_the_blocking_wa
         taken: list[float] = []
         ingest = host.ingest
 
-        def spy(now: float, *, hold_pause: bool) -> Ingested:
-            result = ingest(now, hold_pause=hold_pause)
+        def spy(now: float, *, hold: Hold) -> Ingested:
+            result = ingest(now, hold=hold)
             if result.requests:
                 taken.append(now)
             return result

@@ -10,9 +10,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import collections
+import concurrent.futures
 import statistics
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import uvloop
@@ -42,6 +45,14 @@ class Recording:
         """See `Engine.launch`."""
         self.batches.append(list(spans))
         return self._engine.launch(spans)
+
+    async def stage_weights(self, folder: Path) -> Any:
+        """See `Engine.stage_weights`."""
+        return await self._engine.stage_weights(folder)
+
+    def swap_weights(self, staged: Any) -> concurrent.futures.Future[None]:
+        """See `Engine.swap_weights`."""
+        return self._engine.swap_weights(staged)
 
     def close(self) -> None:
         """The engine goes on."""

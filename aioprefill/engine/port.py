@@ -6,9 +6,11 @@ the other, and a launch never waits for the device.
 
 from __future__ import annotations
 
+import concurrent.futures
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -89,6 +91,15 @@ class Engine(Protocol):
 
         Errors of the device surface through the forward's completion as `DeviceError`.
         """
+
+    async def stage_weights(self, folder: Path) -> Any:
+        """Read and examine a folder of safetensors, off the loop; for `swap_weights`.
+
+        Raises `ModelError` when it does not fit the model. Cancelling it changes nothing.
+        """
+
+    def swap_weights(self, staged: Any) -> concurrent.futures.Future[None]:
+        """Queue the swap behind launched forwards; the future ends when it is done. Never blocks."""
 
     def close(self) -> None:
         """Wait for launched forwards, then free the device and end the stream thread. Idempotent."""

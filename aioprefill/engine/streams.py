@@ -98,6 +98,10 @@ class CpuStream:
         """Run `work` behind what is queued and wait for it. Raises `DeviceError`."""
         return self._thread.submit(lambda: work(torch.from_numpy)).result()
 
+    def run(self, work: Callable[[], None]) -> concurrent.futures.Future[None]:
+        """Queue something other than a forward; its future ends when the device has done it."""
+        return self._thread.submit(work)
+
     def close(self) -> None:
         """See `StreamThread.close`."""
         self._thread.close()
@@ -149,6 +153,16 @@ class CudaStream:
                 return work(self._to_device).cpu()
 
         return self._thread.submit(run).result()
+
+    def run(self, work: Callable[[], None]) -> concurrent.futures.Future[None]:
+        """Queue something other than a forward; its future ends when the device has done it."""
+
+        def run() -> None:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._compute):
+                work()
+                self._compute.synchronize()
+
+        return self._thread.submit(run)
 
     def _queue(self, work: Work, running: CudaRunning) -> int:
         """On the stream thread: queue kernels and copies; the handle of the last event."""

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from aioprefill.completion import Completion
-from aioprefill.engine import model_check
+from aioprefill.engine import model_check, weights
 from aioprefill.engine.batch import PackedBatch, pack
 from aioprefill.engine.device_errors import not_finite
 from aioprefill.engine.kv_pool import KVPool, default_kv_memory, pages_for_memory
@@ -202,6 +202,19 @@ class TransformersEngine:
                 raise ModelError(f"{type(self._model).__name__} fails on paged attention: {err}") from err
         ends = torch.tensor(cuts[1:]) - 1
         model_check.compare(self._model, torch.cat(found).float().cpu(), expected.cpu()[ends])
+
+    async def stage_weights(self, folder: Path) -> weights.StagedWeights:
+        """See `Engine.stage_weights`."""
+        if self._model is None or self._pool is None:
+            raise HostError("the engine is closed")
+        dtype, device = self._spec.layout.dtype, self._pool.device
+        return await asyncio.to_thread(weights.stage, self._model, folder, dtype, device)
+
+    def swap_weights(self, staged: weights.StagedWeights) -> concurrent.futures.Future[None]:
+        """See `Engine.swap_weights`."""
+        if self._model is None:
+            raise HostError("the engine is closed")
+        return self._stream.run(partial(weights.copy_in, self._model, staged))
 
     def close(self) -> None:
         """See `Engine.close`."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from aioprefill.config import NativeConfig
+from aioprefill.control import Command
 from aioprefill.engine.port import ModelSpec, TokenIds
 from aioprefill.errors import AioprefillError, InvalidRequest, QueueFull
 from aioprefill.native.validate import validate
@@ -30,6 +34,14 @@ class AbortInput:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Controlled:
+    """A control command, and who waits for its answer."""
+
+    command: Command
+    answer: asyncio.Future[Any]
+
+
 class Frontend:
     """Inputs in the order of their coming. Queue counts cover what was taken and not yet launched."""
 
@@ -40,7 +52,7 @@ class Frontend:
         self._live: dict[str, PrefillHandle] = {}
         self._wake: Callable[[], None] = lambda: None
         self._clock: Callable[[], float] = lambda: 0.0
-        self.inbox: deque[Arrival | AbortInput] = deque()
+        self.inbox: deque[Arrival | AbortInput | Controlled] = deque()
         self.aborting: dict[str, str] = {}
         """Aborts that wait in the inbox: id -> reason. They count before results are published."""
         self.queued_requests = 0
@@ -48,9 +60,15 @@ class Frontend:
         self.tokens_per_s = 0.0
         """Prefill speed as last seen by the host, for retry hints; 0: not known."""
 
-    def bind(self, wake: Callable[[], None], clock: Callable[[], float]) -> None:
-        """`wake` tells the loop that the inbox has something."""
+    def bind(
+        self,
+        wake: Callable[[], None],
+        clock: Callable[[], float],
+        stage: Callable[[Path], Awaitable[Any]],
+    ) -> None:
+        """`wake` tells the loop that the inbox has something; `stage` reads new weights."""
         self._wake = wake
+        self._stage = stage
         self._clock = clock
 
     def submit(self, request: PrefillRequest) -> PrefillHandle:
@@ -89,6 +107,17 @@ class Frontend:
             self.inbox.append(AbortInput(request_id, reason))
             self._wake()
 
+    def control(self, command: Command) -> asyncio.Future[Any]:
+        """Queue a command; its answer comes when it has taken effect. Cancelling that undoes nothing."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.inbox.append(Controlled(command, answer))
+        self._wake()
+        return answer
+
+    async def stage_weights(self, folder: Path) -> Any:
+        """Read and examine new weights, off the loop. Raises `ModelError` when they do not fit."""
+        return await self._stage(folder)
+
     def close(self, error: AioprefillError) -> None:
         """Answer what still waits in the inbox with `error`."""
         while self.inbox:
@@ -97,6 +126,13 @@ class Frontend:
                 item.handle.fail(error)
                 self.left_queue(len(item.tokens))
                 self.released(item.request.request_id)
+            elif isinstance(item, Controlled) and not item.answer.done():
+                item.answer.set_exception(error)
+
+    def back_in_queue(self, tokens: int) -> None:
+        """A request that was launched waits again."""
+        self.queued_requests += 1
+        self.queued_tokens += tokens
 
     def left_queue(self, tokens: int) -> None:
         """A request was launched, or ended before."""

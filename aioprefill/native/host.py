@@ -16,19 +16,18 @@ from aioprefill.completion import Completion
 from aioprefill.config import NativeConfig
 from aioprefill.engine.port import Engine, EngineForward, SampledToken, Span
 from aioprefill.errors import AioprefillError, DeviceError, HostError, PeerError, RequestAborted
-from aioprefill.host import Ingested, Progress, Wake
+from aioprefill.host import Hold, Ingested, Progress, Wake
 from aioprefill.native.frontend import Arrival, Frontend
+from aioprefill.native.intake import Intake
 from aioprefill.native.ledger import Ledger
 from aioprefill.native.memory import KVMemory
 from aioprefill.native.planner import Limits, Piece, plan
 from aioprefill.native.policy import first_come_first_served
 from aioprefill.native.request_state import Move, Request, State
-from aioprefill.transfer.port import Handoff, KVTransfer, TransferEvent, TransferState
+from aioprefill.transfer.port import KVTransfer, TransferEvent, TransferState
 
 logger = logging.getLogger(__name__)
 
-INGEST_BOUND = 256
-"""Inputs that one `ingest` dispatches at most."""
 CLOSE_TIMEOUT_S = 10.0
 
 
@@ -81,8 +80,7 @@ class NativeHost:
         )
         self._bootstrapped: list[Request] = []
         self._forwards: deque[NativeForward] = deque()
-        self._arrivals = 0
-        self._draining = False
+        self.intake = Intake(self.frontend, self.ledger, self.memory, engine, transfer, self.consume_result)
         self._closed = False
 
     def __repr__(self) -> str:
@@ -90,67 +88,24 @@ class NativeHost:
 
     def bind(self, wake: Wake) -> None:
         """See `PrefillHost.bind`."""
-        self.frontend.bind(wake.input, asyncio.get_running_loop().time)
+        self.frontend.bind(wake.input, asyncio.get_running_loop().time, self.engine.stage_weights)
+        self.intake.bind(wake.input)
         if self.transfer is not None:
             self.transfer.start(wake.transfers)
 
     # Intake
 
-    def ingest(self, now: float, *, hold_pause: bool) -> Ingested:
+    def ingest(self, now: float, *, hold: Hold) -> Ingested:
         """See `PrefillHost.ingest`."""
-        inbox = self.frontend.inbox
-        taken = requests = 0
-        while inbox and taken < INGEST_BOUND:
-            taken += 1
-            item = inbox.popleft()
-            if isinstance(item, Arrival):
-                requests += 1
-                self._arrive(item)
-            else:
-                self._abort(item.request_id, item.reason)
-        return Ingested(requests=requests, admission_changed=taken > 0, more=bool(inbox))
+        return self.intake.run(now, hold)
 
-    def _arrive(self, arrival: Arrival) -> None:
-        asked = arrival.request
-        request = Request(
-            request_id=asked.request_id,
-            tokens=arrival.tokens,
-            sampling=asked.sampling,
-            peer=asked.peer,
-            max_new_tokens=asked.max_new_tokens,
-            ignore_eos=asked.ignore_eos,
-            handle=arrival.handle,
-            arrival=self._arrivals,
-            state=State.WAITING if asked.peer is None else State.BOOTSTRAPPING,
-        )
-        self._arrivals += 1
-        self.ledger.add(request)
-        if self._draining:
-            self.ledger.fail(request, RequestAborted("the scheduler is draining"))
-        elif request.peer is not None:
-            self._handshake(request, request.peer)
-
-    def _handshake(self, request: Request, peer: str) -> None:
-        if self.transfer is None:
-            self.ledger.fail(request, PeerError(peer, "this scheduler has no KV transfer"))
-            return
-        request.room_open = True
-        self.transfer.open(
-            Handoff(
-                room=request.request_id,
-                peer=peer,
-                prompt_tokens=request.length,
-                pages=self._layout.pages_for(request.length),
-                sampling=request.sampling,
-                max_new_tokens=request.max_new_tokens,
-                ignore_eos=request.ignore_eos,
-            )
-        )
-
-    def _abort(self, request_id: str, reason: str) -> None:
-        request = self.ledger.requests.get(request_id)
-        if request is not None and not request.over:
-            self.ledger.fail(request, RequestAborted(f"request {request_id}: {reason}"))
+    def consume_result(self, now: float) -> int:
+        """A retract pause takes the result of the only forward in flight; how many: 0 or 1."""
+        if not self._forwards:
+            return 0
+        assert len(self._forwards) == 1 and self._forwards[0].settled
+        self.process_result(now, self._forwards[0])
+        return 1
 
     def collect_bootstrapped(self, now: float) -> int:
         """See `PrefillHost.collect_bootstrapped`."""
@@ -171,8 +126,12 @@ class NativeHost:
         if last is not None and not self._forwards[0].settled:
             assert self._forwards[0].number == last
             self._settle(self._forwards[0])
-        if not admit:
+        if not admit or self.intake.pause.paused:
             return None
+        if not self.intake.pause.admits:
+            pieces = plan(self.ledger.under_way.values(), (), self._limits, self.ledger.admit)
+            self.intake.finish_wait(idle=not pieces and not self._forwards)
+            return NativeBatch(pieces) if pieces else None
         waiting = first_come_first_served(self.ledger.waiting.values())
         if self.config.optimistic:
             waiting += first_come_first_served(self.ledger.bootstrapping.values())
@@ -193,6 +152,8 @@ class NativeHost:
             request = piece.request
             request.launched_s = now if request.launched_s is None else request.launched_s
             request.planned = piece.end
+            if self.intake.weight_version not in request.weight_versions:
+                request.weight_versions += (self.intake.weight_version,)
             request.in_flight += 1
             del self.ledger.under_way[request.request_id]
         forward = NativeForward(number, batch.pieces, engine_forward, now)
@@ -219,7 +180,7 @@ class NativeHost:
             request.in_flight -= 1
             reason = self.frontend.aborting.get(request.request_id)
             if reason is not None:
-                self._abort(request.request_id, reason)
+                self.intake.abort(request.request_id, reason)
             if not request.over:
                 try:
                     self._take_result(now, piece, output)
@@ -309,11 +270,7 @@ class NativeHost:
 
     def begin_drain(self, now: float) -> None:
         """See `PrefillHost.begin_drain`."""
-        self._draining = True
-        for request in self.ledger.open:
-            if not request.all_launched:
-                reason = f"request {request.request_id}: dropped, for the scheduler drains"
-                self.ledger.fail(request, RequestAborted(reason))
+        self.intake.begin_drain()
 
     def end_drain(self, now: float) -> None:
         """See `PrefillHost.end_drain`."""
@@ -331,6 +288,8 @@ class NativeHost:
         pool = self.memory.pool
         return {
             **self.ledger.totals.table(),
+            "phase": self.intake.pause.phase.value,
+            "weight_version": self.intake.weight_version,
             "queued_requests": self.frontend.queued_requests,
             "queued_tokens": self.frontend.queued_tokens,
             "pages": pool.num_pages,
@@ -346,6 +305,7 @@ class NativeHost:
             return
         self._closed = True
         self.frontend.close(error)
+        self.intake.close(error)
         for request in self.ledger.open:
             self.ledger.fail(request, error)
         if self.transfer is not None:

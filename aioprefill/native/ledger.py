@@ -85,6 +85,19 @@ class Ledger:
         self.totals.cached_tokens += request.cached
         return True
 
+    def requeue(self, request: Request) -> None:
+        """A request under way gives its pages back and waits again. Nothing of it is in flight or sent."""
+        assert request.in_flight == 0 and request.sent_pages == 0
+        self.under_way.pop(request.request_id, None)
+        self._memory.release(request)
+        request.inserted = request.cached = request.planned = request.computed = 0
+        request.weight_versions, request.cacheable = (), True
+        early = request.peer is not None and not request.bootstrapped
+        request.move(Move.RETRACTED_EARLY if early else Move.RETRACTED)
+        queue = self.bootstrapping if early else self.waiting
+        queue[request.request_id] = request
+        self._frontend.back_in_queue(request.length)
+
     def send(self, request: Request) -> None:
         """Send the KV computed and not yet sent; with the first token when the prompt is complete."""
         assert self._transfer is not None
@@ -109,6 +122,7 @@ class Ledger:
                 arrival_s=request.handle.arrival_s,
                 launched_s=now if request.launched_s is None else request.launched_s,
                 first_token_s=now,
+                weight_versions=request.weight_versions,
             )
         )
 

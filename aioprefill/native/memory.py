@@ -38,7 +38,7 @@ class KVMemory:
     def keep_prefix(self, request: Request) -> None:
         """Give the full pages that a request has computed so far to the prefix cache."""
         full = request.computed // self.page_size
-        if self.cache is None or full <= request.inserted:
+        if self.cache is None or not request.cacheable or full <= request.inserted:
             return
         own = request.pages[:full]
         path = self.cache.insert(request.tokens, own)
@@ -55,6 +55,13 @@ class KVMemory:
             self.pool.drop(request.tree_pages)
         self.pool.drop(request.pages[::-1])
         request.pages = request.tree_pages = NO_PAGES
+
+    def flush(self) -> int:
+        """Forget every cached prefix, also those whose pages requests still hold; pages that came free."""
+        free = self.pool.free
+        if self.cache is not None:
+            self.cache.forget()
+        return self.pool.free - free
 
     def check(self) -> None:
         """Assert the invariants of pool and cache."""

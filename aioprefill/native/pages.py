@@ -89,6 +89,14 @@ class PagePool:
         self.idle -= len(pages)
         self._push(pages)
 
+    def uncache(self, pages: PageIds) -> None:
+        """The prefix cache lets go of these pages; idle ones become free."""
+        assert self._cached[pages].all(), "a page is not cached"
+        self._cached[pages] = False
+        idle = pages[self._refs[pages] == 0]
+        self.idle -= len(idle)
+        self._push(idle)
+
     def _push(self, pages: PageIds) -> None:
         self._stack[self._free : self._free + len(pages)] = pages
         self._free += len(pages)

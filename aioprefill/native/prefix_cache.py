@@ -113,6 +113,18 @@ class PrefixCache:
         """Free every idle page; how many."""
         return self.evict(self._pool.num_pages)
 
+    def forget(self) -> None:
+        """Drop the whole tree: idle pages become free, held ones when their holders let go."""
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            stack += node.children.values()
+            self._pool.uncache(node.pages)
+            node.pages = NO_PAGES
+        self._root.children.clear()
+        self._lru.clear()
+        self.nodes = self.pages = 0
+
     # Inside
 
     def _key(self, tokens: TokenIds, pages: int) -> bytes:

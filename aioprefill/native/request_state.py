@@ -3,7 +3,7 @@
     bootstrapping -> waiting -> running -> transferring -> done
           |                        |  \\-> parked -> transferring
           \\---- (optimistic) ----->/   \\-> done (nobody to hand the KV to)
-    every state but the last two -> failed
+    running -> waiting (retracted)         every state but the last two -> failed
 
 A request's pages, and its room, are released in one place (`NativeHost`), once it is over and nothing
 touches them any more: no forward in flight, no transfer.
@@ -52,6 +52,10 @@ class Move(enum.Enum):
     PREFILLED_LOCAL = "prefilled_local"
     """Prefilled, and there is no peer."""
     TRANSFERRED = "transferred"
+    RETRACTED = "retracted"
+    """Gives its pages back and waits again."""
+    RETRACTED_EARLY = "retracted_early"
+    """The same for one whose handshake has not ended."""
     FAILED = "failed"
 
 
@@ -65,6 +69,8 @@ MOVES: dict[tuple[State, Move], State] = {
     (State.RUNNING, Move.PREFILLED): State.TRANSFERRING,
     (State.RUNNING, Move.PREFILLED_EARLY): State.PARKED,
     (State.RUNNING, Move.PREFILLED_LOCAL): State.DONE,
+    (State.RUNNING, Move.RETRACTED): State.WAITING,
+    (State.RUNNING, Move.RETRACTED_EARLY): State.BOOTSTRAPPING,
     (State.RUNNING, Move.FAILED): State.FAILED,
     (State.PARKED, Move.BOOTSTRAPPED): State.TRANSFERRING,
     (State.PARKED, Move.FAILED): State.FAILED,
@@ -114,6 +120,10 @@ class Request:
     """Pages given to the transfer."""
     first: SampledToken | None = None
     launched_s: float | None = None
+    weight_versions: tuple[int, ...] = ()
+    """Versions of the weights that its forwards were launched with."""
+    cacheable: bool = True
+    """Its KV may go into the prefix cache: it comes from one version of the weights, the present one."""
 
     @property
     def over(self) -> bool:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
 from aioprefill.engine.port import ModelSpec, SampledToken, Span
-from aioprefill.errors import DeviceError
+from aioprefill.errors import DeviceError, ModelError
 from aioprefill.kv_layout import KVLayout
 from aioprefill.testing.completion import FakeCompletion
 
@@ -30,6 +32,7 @@ class FakeEngineForward:
     number: int
     spans: list[Span]
     vocab_size: int
+    weights: int = 0
     completion: FakeCompletion = field(default_factory=FakeCompletion)
 
     def complete(self) -> None:
@@ -46,7 +49,7 @@ class FakeEngineForward:
         return [None if span.sample is None else self._token(span) for span in self.spans]
 
     def _token(self, span: Span) -> SampledToken:
-        seed = zlib.crc32(np.array([span.end, span.token_ids[-1]], dtype="<u4").tobytes())
+        seed = zlib.crc32(np.array([span.end, span.token_ids[-1], self.weights], dtype="<u4").tobytes())
         return SampledToken(seed % self.vocab_size, -0.5)
 
 
@@ -71,6 +74,11 @@ class FakeEngine:
         self.check_pages = True
         self.tokens = 0
         self.launched = 0
+        self.weights = 0
+        """Number of the weights that later forwards compute with; `swap_weights` sets it."""
+        self.swaps: list[concurrent.futures.Future[None]] = []
+        """Swaps that the test has to end, where `swaps_by_hand` is set."""
+        self.swaps_by_hand = False
         self.closed = False
         self._duration_s = duration_s
         self._free_at = 0.0
@@ -82,7 +90,7 @@ class FakeEngine:
             pages = np.unique(span.pages)
             assert len(pages) == len(span.pages) >= self.spec.layout.pages_for(span.end)
             assert pages[0] >= 0 and pages[-1] < self.num_pages
-        forward = FakeEngineForward(self.launched, list(spans), self.spec.vocab_size)
+        forward = FakeEngineForward(self.launched, list(spans), self.spec.vocab_size, self.weights)
         self.launched += 1
         self.tokens += sum(len(span.token_ids) for span in spans)
         if self.keep_forwards:
@@ -92,6 +100,24 @@ class FakeEngine:
             self._free_at = max(self._free_at, asyncio.get_running_loop().time()) + took
             forward.completion.complete(at=self._free_at)
         return forward
+
+    async def stage_weights(self, folder: Path) -> int:
+        """See `Engine.stage_weights`: the folder's name must be a number."""
+        if not folder.name.isdigit():
+            raise ModelError(f"{folder} holds no weights")
+        return int(folder.name)
+
+    def swap_weights(self, staged: int) -> concurrent.futures.Future[None]:
+        """See `Engine.swap_weights`."""
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+        running = [forward for forward in self.forwards if not forward.completion.done]
+        assert not running, f"weights are swapped under {running}"
+        self.weights = staged
+        if self.swaps_by_hand:
+            self.swaps.append(done)
+        else:
+            done.set_result(None)
+        return done
 
     def close(self) -> None:
         """See `Engine.close`."""

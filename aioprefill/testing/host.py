@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from aioprefill.errors import AioprefillError, DeviceError
-from aioprefill.host import Ingested, Progress, Wake
+from aioprefill.host import Hold, Ingested, Progress, Wake
 from aioprefill.testing.completion import FakeCompletion
 
 
@@ -28,6 +28,13 @@ class FakeRequest:
     """Where the next KV send ends; set by chunk bookkeeping only."""
     sent_end: int = 0
     outcome: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FakeControl:
+    """A control command in the fake host's input: "in_place", "retract", "resume" or "weights"."""
+
+    kind: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +88,9 @@ class FakeHost:
         self._duration_s = duration_s
         self._device_free_s = 0.0
         self._wake: Wake | None = None
-        self._inbox: deque[FakeRequest | str] = deque()
+        self._inbox: deque[FakeRequest | FakeControl | str] = deque()
+        self.paused = False
+        self.swaps = 0
         self._requests: dict[str, FakeRequest] = {}
         self._waiting: list[FakeRequest] = []
         self._bootstrapped: list[FakeRequest] = []
@@ -107,6 +116,19 @@ class FakeHost:
         self._inbox.append(name)
         self.wake.input()
 
+    def control(self, kind: str) -> None:
+        """A control command comes in."""
+        self._inbox.append(FakeControl(kind))
+        self.wake.input()
+
+    @property
+    def held(self) -> list[str]:
+        """What has come in and is not dispatched, in order."""
+        return [
+            item if isinstance(item, str) else item.kind if isinstance(item, FakeControl) else item.name
+            for item in self._inbox
+        ]
+
     def bootstrap(self, name: str) -> None:
         """The handshake of a request ends well."""
         self._bootstrapped.append(self._requests[name])
@@ -128,22 +150,56 @@ class FakeHost:
         """See `PrefillHost.bind`."""
         self._wake = wake
 
-    def ingest(self, now: float, *, hold_pause: bool) -> Ingested:
+    def ingest(self, now: float, *, hold: Hold) -> Ingested:
         """See `PrefillHost.ingest`."""
-        requests = taken = 0
-        while self._inbox:
+        requests = taken = consumed = 0
+        while self._inbox and not self._keeps_back(self._inbox[0], hold):
             item = self._inbox.popleft()
             taken += 1
             if isinstance(item, str):
                 self._end(self._requests[item], "aborted")
-                continue
-            requests += 1
-            self._requests[item.name] = item
-            if item.bootstrapped:
-                self._waiting.append(item)
+            elif isinstance(item, FakeControl):
+                consumed += self._control(item.kind)
+            else:
+                requests += 1
+                self._requests[item.name] = item
+                if item.bootstrapped:
+                    self._waiting.append(item)
         if taken:
             self.log.append(f"ingest {taken}")
-        return Ingested(requests=requests, admission_changed=taken > 0)
+        first = self._inbox[0] if self._inbox else None
+        return Ingested(
+            requests=requests,
+            admission_changed=taken > 0,
+            held=len(self._inbox),
+            held_retract=isinstance(first, FakeControl) and first.kind == "retract",
+            consumed=consumed,
+            paused=self.paused,
+        )
+
+    def _keeps_back(self, item: FakeRequest | FakeControl | str, hold: Hold) -> bool:
+        if not isinstance(item, FakeControl):
+            return False
+        pauses = {"in_place": hold.pauses, "retract": hold.pauses or hold.retract}
+        return {**pauses, "weights": hold.weights, "resume": False}[item.kind]
+
+    def _control(self, kind: str) -> int:
+        self.log.append(kind)
+        if kind == "resume":
+            self.paused = False
+        elif kind == "weights":
+            assert all(forward.completion.done for forward in self._pending), "weights under a forward"
+            self.swaps += 1
+        else:
+            assert not self.paused
+            self.paused = True
+        if kind == "retract" and self._pending:
+            # like the reference host, which pops one result itself and forgets its last batch
+            assert len(self._pending) == 1, "a retract pause pops one result only"
+            self.process_result(0.0, self._pending[0])
+            self.last_batch = None
+            return 1
+        return 0
 
     def collect_bootstrapped(self, now: float) -> int:
         """See `PrefillHost.collect_bootstrapped`."""
@@ -165,10 +221,14 @@ class FakeHost:
         self.last_batch = last
         if not admit:
             return None
+        assert not self.paused and not self._inbox_held(), "prepared while paused or held"
         batch = self._form_batch()
         if batch:
             self.log.append("prepare " + ",".join(piece.request.name for piece in batch))
         return batch or None
+
+    def _inbox_held(self) -> bool:
+        return bool(self._inbox) and isinstance(self._inbox[0], FakeControl)
 
     def _bookkeep(self, forward: FakeForward) -> None:
         forward.bookkept += 1
@@ -253,6 +313,7 @@ class FakeHost:
     def begin_drain(self, now: float) -> None:
         """See `PrefillHost.begin_drain`."""
         self._draining = True
+        self._inbox = deque(item for item in self._inbox if not isinstance(item, FakeControl))
         for request in list(self._requests.values()):
             if request.launched_end < request.tokens:
                 self._end(request, "dropped")
