@@ -16,6 +16,20 @@ from aioprefill.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
+class Timeouts:
+    """How long a request may stay in each stage, seconds; None: as the server's settings say."""
+
+    queue_s: float | None = None
+    """From the end of the handshake (or arrival, without one) to the first launch."""
+    handshake_s: float | None = None
+    """From arrival to the peer's readiness."""
+    running_s: float | None = None
+    """From the first launch to the first token."""
+    transfer_s: float | None = None
+    """From the first token until all KV is with the peer."""
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillRequest:
     """One prompt to prefill.
 
@@ -33,6 +47,7 @@ class PrefillRequest:
     """Tokens that the peer generates in all, the first one included."""
     ignore_eos: bool = False
     """The peer goes on past end-of-sequence tokens."""
+    timeouts: Timeouts = Timeouts()
 
 
 @dataclass(frozen=True, slots=True)
