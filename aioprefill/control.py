@@ -53,6 +53,12 @@ class AbortMatching:
 
     prefix: str
     reason: str
+    exact: bool = False
+    """`prefix` is the whole id of one request."""
+
+    def names(self, request_id: str) -> bool:
+        """The request is one of those."""
+        return request_id == self.prefix if self.exact else request_id.startswith(self.prefix)
 
 
 Command = Pause | Resume | UpdateWeights | FlushCache | AbortMatching

@@ -26,6 +26,8 @@ class Flight:
 
     forward: Forward
     launched_at: float
+    running_since: float
+    """When the device could begin with it: its launch, or the vote on its predecessor if that came later."""
     agreed: bool = False
     """Complete, or failed with `error`, on every rank: its vote is over."""
     error: DeviceError | None = None
@@ -206,15 +208,18 @@ class Pipeline:
         assert forward.number == self.next_number, f"forward {forward.number} is not {self.next_number}"
         self._preparing = False
         self._idle_step_due = False
-        self.flights.append(Flight(forward, now))
+        self.flights.append(Flight(forward, now, now))
         self.counters.launched += 1
         self.counters.max_in_flight = max(self.counters.max_in_flight, len(self.flights))
 
-    def voted(self, number: int, error: DeviceError | None) -> None:
-        """The vote on a forward is over."""
+    def voted(self, number: int, error: DeviceError | None, now: float = 0.0) -> None:
+        """The vote on a forward is over; the device goes on with the next one."""
         flight = self.next_vote
         assert flight is not None and flight.number == number, f"vote {number} is out of order: {self}"
         flight.agreed, flight.error = True, error
+        following = self.next_vote
+        if following is not None:
+            following.running_since = max(following.running_since, now)
 
     def processed(self, number: int) -> None:
         """The result of the oldest forward was processed."""

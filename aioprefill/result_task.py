@@ -21,7 +21,7 @@ async def result_task(core: LoopCore) -> NoReturn:
         if flight is not None:
             error = await _completion_error(core, flight)
             error = await core.agreement.vote(flight.number, error)
-            core.pipeline.voted(flight.number, error)
+            core.pipeline.voted(flight.number, error, core.calls.now())
             core.signals.progress.set()
             if core.pipeline.held:
                 core.signals.input.set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from aioprefill.config import SchedulerConfig
 from aioprefill.control import AbortMatching, Command, FlushCache, Pause, PauseMode, Resume, UpdateWeights
 from aioprefill.errors import AioprefillError, ControlError, HostError, RequestAborted
+from aioprefill.health import Facts, verdict
 from aioprefill.host import DrainReport, PrefillHost, Wake
 from aioprefill.host_calls import CallMeter, HostCalls
 from aioprefill.intake_task import intake_task
@@ -69,6 +70,13 @@ class PrefillScheduler:
         self._core: LoopCore | None = None
         self._stop = asyncio.Event()
         self._over = asyncio.Event()
+        self._ending = False
+        """The loop is over, and its host is being closed: nothing can be asked of it any more."""
+        self._failure = ""
+        self._turn = asyncio.Lock()
+        """Pauses, resumes and weight updates are queued in the order of their calls."""
+        self._mode: PauseMode | None = None
+        self._pausing = 0
         self._runner: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -119,7 +127,7 @@ class PrefillScheduler:
 
     async def _run(self, core: LoopCore) -> None:
         """The group, and what is owed to open requests when it ends, however it ends."""
-        verdict: AioprefillError = RequestAborted("the scheduler stopped")
+        answer: AioprefillError = RequestAborted("the scheduler stopped")
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
@@ -131,11 +139,13 @@ class PrefillScheduler:
                     task.cancel()
         except BaseExceptionGroup as group_error:
             cause = _first(group_error)
-            verdict = HostError(f"the scheduler stopped: {cause}")
+            self._failure = str(cause) or type(cause).__name__
+            answer = HostError(f"the scheduler stopped: {cause}")
             logger.error("the loop stopped: %s", cause, exc_info=cause)
             raise cause from None
         finally:
-            await self._host.aclose(verdict)
+            self._ending = True
+            await self._host.aclose(answer)
             self._over.set()
             core.signals.progress.set()
 
@@ -183,38 +193,58 @@ class PrefillScheduler:
         except ValueError:
             known = ", ".join(PauseMode)
             raise ControlError(f"there is no pause mode {mode!r}: say one of {known}") from None
-        answer = await self._control(Pause(mode))
-        if barrier or mode in (PauseMode.WAIT, PauseMode.ABORT):
-            await self._wait_agreed(self._pipeline.next_number)
+        self._pausing += 1
+        try:
+            answer = await self._control_in_turn(Pause(mode))
+            self._mode = mode
+            if barrier or mode in (PauseMode.WAIT, PauseMode.ABORT):
+                await self._wait_agreed(self._pipeline.next_number)
+        finally:
+            self._pausing -= 1
         return answer
 
     async def resume(self) -> Answer:
         """Go on after a pause. Raises `ControlError` when there is none."""
-        return await self._control(Resume())
+        answer = await self._control_in_turn(Resume())
+        self._mode = None
+        return answer
 
     async def update_weights(self, folder: Path | str) -> Answer:
         """Serve with the weights of a folder of safetensors from now on; returns their version.
 
         They are read and compared with the model first, off the loop; then swapped between two forwards,
-        with the prefix cache flushed. Requests may be queued and come in meanwhile. Raises `ModelError`
-        when they do not fit, and the old ones go on serving. Cancelling it may leave either.
+        with the prefix cache flushed. Requests may be queued and come in meanwhile. Pauses, resumes and
+        updates that are called later take effect later. Raises `ModelError` when the weights do not fit,
+        and the old ones go on serving. Cancelling it may leave either.
         """
-        staged = await self._frontend.stage_weights(Path(folder))
-        return await self._control(UpdateWeights(staged))
+        async with self._turn:
+            staged = await self._frontend.stage_weights(Path(folder))
+            answer = self._control(UpdateWeights(staged))
+        return await answer
 
     async def flush_cache(self) -> Answer:
         """Forget cached prefixes; how many pages came free."""
         return await self._control(FlushCache())
 
-    async def abort_matching(self, prefix: str, reason: str = "aborted by an operator") -> Answer:
-        """Abort every request whose id begins with `prefix`, in any state; "" is all. How many."""
-        return await self._control(AbortMatching(prefix, reason))
+    async def abort_matching(
+        self, prefix: str, reason: str = "aborted by an operator", *, exact: bool = False
+    ) -> Answer:
+        """Abort every request whose id begins with `prefix`, in any state; "" is all. How many.
 
-    async def _control(self, command: Command) -> Answer:
+        With `exact` the one whose id it is.
+        """
+        return await self._control(AbortMatching(prefix, reason, exact))
+
+    def _control(self, command: Command) -> Awaitable[Answer]:
+        """Queue a command; its answer is to come."""
         if not self._running or self._pipeline.exiting:
             raise ControlError("the scheduler is not running, or it drains")
-        answer: Answer = await self._frontend.control(command)
-        return answer
+        return self._frontend.control(command)
+
+    async def _control_in_turn(self, command: Command) -> Answer:
+        async with self._turn:
+            answer = self._control(command)
+        return await answer
 
     async def _wait_agreed(self, number: int) -> None:
         """Return when every forward launched before `number` is agreed complete, or the loop has ended."""
@@ -252,7 +282,7 @@ class PrefillScheduler:
 
     @property
     def _running(self) -> bool:
-        return self._runner is not None and not self._over.is_set()
+        return self._runner is not None and not self._ending
 
     # Sight
 
@@ -279,16 +309,21 @@ class PrefillScheduler:
 
     def health(self) -> Health:
         """Liveness and readiness; a forward past the stall limit makes it unready and is named."""
-        if self._core is None or not self._running:
-            return Health(live=False, ready=False, reason="the loop is not running")
-        oldest = self._pipeline.oldest
-        if oldest is not None:
-            age = self._core.calls.now() - oldest.launched_at
-            if age > self._config.stall_limit_s:
-                return Health(live=True, ready=False, reason=f"forward {oldest.number} runs for {age:.1f} s")
-        if self._pipeline.exiting:
-            return Health(live=True, ready=False, reason="draining")
-        return Health(live=True, ready=True)
+        core, busy = self._core, self._pipeline.next_vote
+        age_s = 0.0 if core is None or busy is None else core.calls.now() - busy.running_since
+        return verdict(
+            Facts(
+                running=core is not None and self._running,
+                failure=self._failure,
+                forward=None if busy is None else busy.number,
+                forward_age_s=age_s,
+                stall_limit_s=self._config.stall_limit_s,
+                draining=self._pipeline.exiting,
+                paused=self._pipeline.paused,
+                pausing=self._pausing > 0,
+                mode="" if self._mode is None else self._mode.value,
+            )
+        )
 
 
 async def _named(task: Callable[[LoopCore], Any], core: LoopCore) -> None:

@@ -177,7 +177,7 @@ class Intake:
             case FlushCache():
                 return {"pages_freed": self._memory.flush()}, 0
             case AbortMatching():
-                return {"aborted": self._abort_matching(command.prefix, command.reason)}, 0
+                return {"aborted": self._abort_matching(command)}, 0
 
     def _pause(
         self, now: float, mode: PauseMode, owed: asyncio.Future[Any]
@@ -188,7 +188,7 @@ class Intake:
             self._wake()  # when nothing is under way, nothing else would have the loop look again
             return None, 0
         if mode is PauseMode.ABORT:
-            return {"aborted": self._abort_matching("", "aborted by a pause")}, 0
+            return {"aborted": self._abort_matching(AbortMatching("", "aborted by a pause"))}, 0
         if mode is PauseMode.RETRACT:
             consumed = self._consume_result(now)
             idle = [request for request in self._ledger.under_way.values() if not request.sent_pages]
@@ -216,10 +216,10 @@ class Intake:
         self.pause.resume()
         self._answer_wait(ControlError("resumed before what was admitted had finished"))
 
-    def _abort_matching(self, prefix: str, reason: str) -> int:
-        found = [request for request in self._ledger.open if request.request_id.startswith(prefix)]
+    def _abort_matching(self, command: AbortMatching) -> int:
+        found = [request for request in self._ledger.open if command.names(request.request_id)]
         for request in found:
-            self.abort(request.request_id, reason)
+            self.abort(request.request_id, command.reason)
         return len(found)
 
     # Weights
