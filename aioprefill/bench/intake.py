@@ -23,6 +23,7 @@ from aioprefill.config import NativeConfig, SchedulerConfig
 from aioprefill.host import Hold, Ingested
 from aioprefill.native.host import NativeHost
 from aioprefill.native.welcome import welcome_of
+from aioprefill.process import settle_memory
 from aioprefill.scheduler import PrefillScheduler
 from aioprefill.testing.engine import FakeEngine, fake_spec
 from aioprefill.wire.client import PairClient
@@ -119,6 +120,7 @@ async def measure(mode: str, options: argparse.Namespace) -> tuple[list[float], 
         ),
     )
     host.took_us = []
+    settle_memory()  # as `serve` does
     async with PrefillScheduler(host, SchedulerConfig(continuous_intake=mode == "aioprefill")) as scheduler:
         service = PrefillService(
             "tcp://127.0.0.1:0",

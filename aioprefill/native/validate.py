@@ -44,7 +44,7 @@ def prompt_tokens(request: PrefillRequest, spec: ModelSpec) -> TokenIds:
         raise InvalidRequest("prompt", "is empty")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise InvalidRequest("prompt", f"must be a flat list of integers, got {tokens.dtype} {tokens.shape}")
-    low, high = int(tokens.min()), int(tokens.max())
+    low, high = (0 if tokens.dtype.kind == "u" else int(tokens.min())), int(tokens.max())
     if low < 0 or high >= spec.vocab_size:
         bad = low if low < 0 else high
         raise InvalidRequest("prompt", f"token id {bad} is outside the vocabulary of {spec.vocab_size}")

@@ -130,7 +130,7 @@ class Connection:
 
     def _connect(self) -> None:
         socket = self._context.socket(zmq.DEALER)
-        pump = ZmqPump(socket, self._on_frames, name=f"connection to {self.endpoint}")
+        pump = ZmqPump(socket, self._on_frames, name=f"connection to {self.endpoint}", eager=True)
         try:
             self._limits.apply(socket, self.endpoint)
             apply_client_security(socket, self.endpoint, self._keys)
