@@ -13,7 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from aioprefill.config_kinds import Auto, Bytes, Choice, Endpoint, FilePath, Integer, Pattern, Seconds, Switch
+from aioprefill.config_kinds import (
+    Auto,
+    Bytes,
+    Choice,
+    Endpoint,
+    FilePath,
+    Integer,
+    Part,
+    Pattern,
+    Seconds,
+    Switch,
+)
 from aioprefill.config_option import Checked, SettingsConflict, option, own_options
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -123,6 +134,27 @@ class NativeConfig(Checked):
         "Prompt tokens that may wait; further ones are refused with a retry hint.",
     )
     prefix_cache: bool = option(True, Switch(), "Reuse the KV of prompt beginnings seen before.")
+    policy: str = option(
+        "fcfs",
+        Choice(("fcfs", "longest-prefix", "shortest-first", "hrrn", "priority", "deadline")),
+        "Order of waiting requests: first come, most cached tokens, fewest tokens to compute, highest "
+        "response ratio, highest priority, or earliest deadline first.",
+    )
+    policy_max_wait_s: float = option(
+        45.0,
+        Seconds(0, 86_400),
+        "Seconds after which a waiting request may not be passed by later ones, whatever the policy.",
+    )
+    late_deadlines: str = option(
+        "refuse",
+        Choice(("refuse", "serve")),
+        "What becomes of a request whose deadline cannot be met: refused early, or served late.",
+    )
+    max_chunk_share: float = option(
+        0.5,
+        Part(0.05, 1),
+        "Part of a forward's tokens that prompts of many forwards may have together while others want some.",
+    )
     optimistic: bool = option(
         False, Switch(), "Launch a request before the handshake with its decode peer has ended."
     )

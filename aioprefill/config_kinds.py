@@ -95,6 +95,17 @@ class Seconds(Kind):
 
 
 @dataclass(frozen=True)
+class Part(Seconds):
+    """A part of a whole, as a number within bounds, both included."""
+
+    metavar = "PART"
+
+    @property
+    def allowed(self) -> str:
+        return f"a number from {self.low:g} to {self.high:g}"
+
+
+@dataclass(frozen=True)
 class Switch(Kind):
     """On or off. On the command line `--name` and `--no-name`."""
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aioprefill.errors import AioprefillError
+from aioprefill.grammar_spec import GrammarSpec
 from aioprefill.sampling_params import SamplingParams
 
 
@@ -46,8 +47,15 @@ class PrefillRequest:
     max_new_tokens: int = 128
     """Tokens that the peer generates in all, the first one included."""
     ignore_eos: bool = False
-    """The peer goes on past end-of-sequence tokens."""
+    """The peer goes on past end-of-sequence tokens. A grammar ends the output nevertheless."""
+    grammar: GrammarSpec | None = None
+    """What the output must match (structured output)."""
     timeouts: Timeouts = Timeouts()
+    priority: int = 0
+    """Higher goes first, where the policy is `priority`."""
+    deadline_s: float | None = None
+    """The first token is wanted within so many seconds of arrival; None: whenever. What cannot be met any
+    more is refused with `RequestTimeout`, or served late, as the option `late-deadlines` says."""
 
 
 @dataclass(frozen=True, slots=True)

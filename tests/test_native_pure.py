@@ -17,7 +17,6 @@ from aioprefill.kv_layout import KVLayout
 from aioprefill.native.memory import KVMemory
 from aioprefill.native.pages import PagePool
 from aioprefill.native.planner import Limits, Piece, cut, plan
-from aioprefill.native.policy import first_come_first_served
 from aioprefill.native.prefix_cache import PrefixCache
 from aioprefill.native.request_state import MOVES, OVER, Move, Request, State
 from aioprefill.native.validate import validate
@@ -303,7 +302,7 @@ def test_layouts_say_where_they_differ() -> None:
     assert mine.page_bytes == 1 * 2 * PAGE * 4 and mine.pages_for(9) == 3
 
 
-# Planner and policy
+# Planner
 
 LIMITS = Limits(tokens=8, requests=3, page_size=PAGE)
 
@@ -365,12 +364,6 @@ def test_nobody_is_admitted_for_less_than_a_page() -> None:
     waiting = [request(6, name="a"), request(20, name="b")]
     plan([], waiting, LIMITS, lambda r: asked.append(r.request_id) or True)  # type: ignore[func-returns-value]
     assert asked == ["a"]
-
-
-def test_first_come_first_served() -> None:
-    """By arrival, whatever the order of handshakes."""
-    late, early = request(1, name="late", arrival=7), request(1, name="early", arrival=3)
-    assert first_come_first_served([late, early]) == [early, late]
 
 
 # The request table

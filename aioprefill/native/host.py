@@ -11,18 +11,19 @@ import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from aioprefill.completion import Completion
 from aioprefill.config import NativeConfig
 from aioprefill.engine.port import Engine, EngineForward, SampledToken, Span
 from aioprefill.errors import AioprefillError, DeviceError, HostError, PeerError, RequestAborted
 from aioprefill.host import Hold, Ingested, Progress, Wake
+from aioprefill.native.admission import Admission
 from aioprefill.native.frontend import Arrival, Frontend
 from aioprefill.native.intake import Intake
 from aioprefill.native.ledger import Ledger
 from aioprefill.native.memory import KVMemory
 from aioprefill.native.planner import Limits, Piece, plan
-from aioprefill.native.policy import first_come_first_served
 from aioprefill.native.request_state import Move, Request, State
 from aioprefill.transfer.port import KVTransfer, TransferEvent, TransferState
 
@@ -76,8 +77,12 @@ class NativeHost:
         self.frontend = Frontend(engine.spec, engine.num_pages, self.config)
         self.ledger = Ledger(self.frontend, self.memory, transfer, self._layout)
         self._limits = Limits(
-            self.config.chunk_tokens, self.config.max_batch_requests, self._layout.page_size
+            self.config.chunk_tokens,
+            self.config.max_batch_requests,
+            self._layout.page_size,
+            self.config.max_chunk_share,
         )
+        self.admission = Admission(self.config, self.memory)
         self._bootstrapped: list[Request] = []
         self._forwards: deque[NativeForward] = deque()
         self.intake = Intake(self.frontend, self.ledger, self.memory, engine, transfer, self.consume_result)
@@ -132,11 +137,18 @@ class NativeHost:
             pieces = plan(self.ledger.under_way.values(), (), self._limits, self.ledger.admit)
             self.intake.finish_wait(idle=not pieces and not self._forwards)
             return NativeBatch(pieces) if pieces else None
-        waiting = first_come_first_served(self.ledger.waiting.values())
+        self._refuse_late(now)
+        waiting = self.admission.order(self.ledger.waiting.values(), now)
         if self.config.optimistic:
-            waiting += first_come_first_served(self.ledger.bootstrapping.values())
-        pieces = plan(self.ledger.under_way.values(), waiting, self._limits, self.ledger.admit)
+            waiting += self.admission.order(self.ledger.bootstrapping.values(), now)
+        may_pass = partial(self.admission.may_pass, now)
+        pieces = plan(self.ledger.under_way.values(), waiting, self._limits, self.ledger.admit, may_pass)
         return NativeBatch(pieces) if pieces else None
+
+    def _refuse_late(self, now: float) -> None:
+        for queue in (self.ledger.waiting, self.ledger.bootstrapping):
+            for request, error in self.admission.refused(queue.values(), now):
+                self.ledger.fail(request, error)
 
     def _settle(self, forward: NativeForward) -> None:
         """Chunk bookkeeping: prompts whose chunk is launched may go on with the next one."""
@@ -192,8 +204,8 @@ class NativeHost:
     def _learn_speed(self, now: float, forward: NativeForward) -> None:
         tokens = sum(piece.tokens for piece in forward.pieces)
         self.ledger.totals.computed_tokens += tokens
-        speed = tokens / max(now - forward.launched_s, 1e-6)
-        self.frontend.tokens_per_s += 0.1 * (speed - self.frontend.tokens_per_s)
+        self.admission.speed.learn(tokens, forward.launched_s, now)
+        self.frontend.tokens_per_s = self.admission.speed.tokens_per_s
 
     def _take_result(self, now: float, piece: Piece, output: SampledToken | None) -> None:
         request = piece.request

@@ -114,6 +114,9 @@ class Intake:
             ignore_eos=asked.ignore_eos,
             handle=arrival.handle,
             arrival=self._arrivals,
+            arrival_s=arrival.handle.arrival_s,
+            priority=asked.priority,
+            due_s=None if asked.deadline_s is None else arrival.handle.arrival_s + asked.deadline_s,
             state=State.WAITING if asked.peer is None else State.BOOTSTRAPPING,
         )
         self._arrivals += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from aioprefill.engine.port import TokenIds
 from aioprefill.native.pages import PagePool
 from aioprefill.native.prefix_cache import PrefixCache
 from aioprefill.native.request_state import NO_PAGES, Request
@@ -34,6 +35,10 @@ class KVMemory:
         request.inserted = len(matched)
         request.cached = request.planned = request.computed = len(matched) * self.page_size
         return True
+
+    def cached_tokens(self, tokens: TokenIds) -> int:
+        """Tokens of a prompt that the prefix cache holds now. Changes nothing."""
+        return 0 if self.cache is None else self.cache.covered(tokens) * self.page_size
 
     def keep_prefix(self, request: Request) -> None:
         """Give the full pages that a request has computed so far to the prefix cache."""

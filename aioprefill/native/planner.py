@@ -1,16 +1,28 @@
 """Which chunks the next forward computes. Pure.
 
-Chunked prefill with a token budget: prompts that are under way come first, in the order in which they
-were launched, then waiting ones in the policy's order. Chunks but the last end on a page boundary, so that
-a KV chunk is a range of whole pages.
+Chunked prefill with a token budget: prompts that are under way come first, then waiting ones in the
+policy's order. Chunks but the last end on a page boundary, so that a KV chunk is a range of whole pages.
+
+Rules that keep a huge prompt from taking every chunk, and anybody from starving:
+- A prompt with more than `LONG_FORWARDS` forwards still to compute is long. All long ones together get at
+  most `share` of the budget, in equal parts, while others want tokens; what nobody else wants is theirs too.
+- At most `long_prompts` long ones are under way. Others wait, and may be passed by shorter ones, until they
+  are overdue; then they are admitted all the same.
+- A waiting request that cannot get its pages ends the batch, for passing it by would starve it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from aioprefill.native.policy import remaining
 from aioprefill.native.request_state import Request
+
+LONG_FORWARDS = 4
+"""A prompt that is done within so many forwards delays others little enough to run at full speed."""
+LONG_PROMPTS = 2
+"""So that a long prompt need not wait for a much longer one, and half-done ones hold few pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +51,13 @@ class Limits:
     tokens: int
     requests: int
     page_size: int
+    share: float = 1.0
+    """Part of `tokens` that long prompts may have while others want some."""
+    long_prompts: int = LONG_PROMPTS
+
+    def is_long(self, request: Request) -> bool:
+        """The prompt has many forwards to go."""
+        return self.share < 1 and remaining(request) > LONG_FORWARDS * self.tokens
 
 
 def cut(request: Request, budget: int, page_size: int) -> Piece | None:
@@ -50,34 +69,98 @@ def cut(request: Request, budget: int, page_size: int) -> Piece | None:
     return Piece(request, start, end) if end > start else None
 
 
+@dataclass(slots=True)
+class _Draft:
+    """A batch in the making."""
+
+    limits: Limits
+    left: int
+    """Tokens that are not given away."""
+    quota: int
+    """Of these, what long prompts may have for now."""
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def full(self) -> bool:
+        return len(self.pieces) >= self.limits.requests
+
+    def add(self, request: Request, most: int) -> bool:
+        """Take a chunk of at most `most` tokens, or of one page; False: nothing fits."""
+        if self.full:
+            return False
+        budget = min(max(most, self.limits.page_size), self.left)
+        piece = cut(request, budget, self.limits.page_size)
+        if piece is None:
+            return False
+        self.pieces.append(piece)
+        self.left -= piece.tokens
+        return True
+
+    def add_long(self, request: Request, sharers: int) -> bool:
+        """Take a chunk of a long prompt: its part of a quota that so many have to share."""
+        before = self.left
+        added = self.add(request, self.quota // sharers)
+        self.quota = max(0, self.quota - (before - self.left))
+        return added
+
+    def use_up(self) -> None:
+        """Give what is left to those that were kept short."""
+        for index, piece in enumerate(self.pieces):
+            if self.left <= 0:
+                return
+            if not piece.final:
+                longer = cut(piece.request, piece.tokens + self.left, self.limits.page_size)
+                assert longer is not None, "a piece got shorter"
+                self.pieces[index] = longer
+                self.left -= longer.tokens - piece.tokens
+
+
 def plan(
     under_way: Iterable[Request],
     waiting: Iterable[Request],
     limits: Limits,
     admit: Callable[[Request], bool],
+    may_pass: Callable[[Request], bool] = lambda request: True,
 ) -> list[Piece]:
     """Pieces of the next forward, within `limits`.
 
     `admit` gives a waiting request its pages (and sets `planned` to what the prefix cache covers), or
-    returns False: no pages now. The first one that cannot be admitted ends the batch, for passing it by
-    would starve it.
+    returns False: no pages now. `may_pass` tells whether others may be admitted before a waiting long prompt
+    for which there is no room yet.
     """
-    pieces: list[Piece] = []
-    budget = limits.tokens
+    long: list[Request] = []
+    short: list[Request] = []
     for request in under_way:
-        piece = cut(request, budget, limits.page_size) if len(pieces) < limits.requests else None
-        if piece is None:
-            return pieces
-        pieces.append(piece)
-        budget -= piece.tokens
+        (long if limits.is_long(request) else short).append(request)
+    draft = _Draft(limits, limits.tokens, int(limits.share * limits.tokens))
+    for index, request in enumerate(long):
+        draft.add_long(request, len(long) - index)
+    if all(draft.add(request, limits.tokens) for request in short):
+        _admit(draft, waiting, len(long), admit, may_pass)
+    draft.use_up()
+    return draft.pieces
+
+
+def _admit(
+    draft: _Draft,
+    waiting: Iterable[Request],
+    long: int,
+    admit: Callable[[Request], bool],
+    may_pass: Callable[[Request], bool],
+) -> None:
+    """Add waiting ones, in their order."""
+    limits = draft.limits
     for request in waiting:
         # A page is the least that can be cut; asking first keeps pages from being taken in vain.
-        if len(pieces) >= limits.requests or budget < min(limits.page_size, request.length):
-            break
+        if draft.full or draft.left < min(limits.page_size, request.length):
+            return
+        if limits.is_long(request) and long >= limits.long_prompts and may_pass(request):
+            continue
         if not admit(request):
-            break
-        piece = cut(request, budget, limits.page_size)
-        assert piece is not None, "a page fits, so a chunk does"
-        pieces.append(piece)
-        budget -= piece.tokens
-    return pieces
+            return
+        if limits.is_long(request):
+            long += 1
+            added = draft.add_long(request, 1)
+        else:
+            added = draft.add(request, limits.tokens)
+        assert added, "a page fits, so a chunk does"

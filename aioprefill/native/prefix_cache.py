@@ -69,6 +69,18 @@ class PrefixCache:
             node, at = child, at + common
         return np.concatenate(found)
 
+    def covered(self, tokens: TokenIds) -> int:
+        """Pages that `match` would find; unlike it, this is no use of them."""
+        key = self._key(tokens, (len(tokens) - 1) // self._page_size)
+        node, at = self._root, 0
+        while (child := node.children.get(key[at : at + self._page_bytes])) is not None:
+            common = self._common(child.key, key, at)
+            at += common
+            if common < len(child.key):
+                break
+            node = child
+        return at // self._page_bytes
+
     def insert(self, tokens: TokenIds, pages: PageIds) -> PageIds:
         """Keep the first `len(pages)` pages of `tokens`, which the caller holds.
 

@@ -96,6 +96,14 @@ class Request:
     handle: PrefillHandle
     arrival: int
     """Place in the order of arrival."""
+    arrival_s: float = 0.0
+    priority: int = 0
+    due_s: float | None = None
+    """When the first token is wanted at the latest, on the clock of `arrival_s`."""
+    expected_cached: int = 0
+    """Prompt tokens that the prefix cache held at the last look, for policies."""
+    looked_up: bool = False
+    """It is in the round of such looks."""
 
     state: State = State.WAITING
     history: deque[Move] = field(default_factory=lambda: deque(maxlen=16))
@@ -129,6 +137,11 @@ class Request:
     def over(self) -> bool:
         """The outcome is decided."""
         return self.state in OVER
+
+    @property
+    def waits(self) -> bool:
+        """Not admitted."""
+        return self.state in (State.WAITING, State.BOOTSTRAPPING)
 
     @property
     def quiet(self) -> bool:

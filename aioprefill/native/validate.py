@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from aioprefill.engine.port import ModelSpec, TokenIds
@@ -28,6 +30,11 @@ def validate(request: PrefillRequest, spec: ModelSpec, num_pages: int) -> TokenI
         raise InvalidRequest("peer", "must name a decode peer, or be left out")
     if request.max_new_tokens < 1:
         raise InvalidRequest("max_new_tokens", f"must be at least 1, got {request.max_new_tokens}")
+    if isinstance(request.priority, bool) or not isinstance(request.priority, int):
+        raise InvalidRequest("priority", f"must be a whole number, got {request.priority!r}")
+    deadline_s = request.deadline_s
+    if deadline_s is not None and not (math.isfinite(deadline_s) and deadline_s > 0):
+        raise InvalidRequest("deadline_s", f"must be a number of seconds above 0, got {deadline_s!r}")
     request.sampling.validate()
     if request.sampling.top_k > spec.vocab_size:
         raise InvalidRequest("sampling.top_k", f"must be at most the vocabulary's {spec.vocab_size}")

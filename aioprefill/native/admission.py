@@ -1,0 +1,94 @@
+"""Who is admitted next: the configured policy, what it knows of the prefix cache, and deadlines. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+
+from aioprefill.config import NativeConfig
+from aioprefill.errors import RequestTimeout
+from aioprefill.native.memory import KVMemory
+from aioprefill.native.policy import POLICIES, Outlook, hopeless, hopeless_from, overdue, remaining
+from aioprefill.native.request_state import Request
+from aioprefill.native.speed import Speed
+
+REFRESHED = 32
+"""Requests per ordering whose look into the prefix cache is renewed, so that 4,000 cost no more than 40."""
+
+
+class Admission:
+    """Orders waiting requests for the planner, and finds those whose deadline cannot be met."""
+
+    def __init__(self, config: NativeConfig, memory: KVMemory) -> None:
+        self.speed = Speed()
+        self._order = POLICIES[config.policy]
+        self._max_wait_s = config.policy_max_wait_s
+        self._refuses = config.late_deadlines == "refuse"
+        self._memory = memory
+        self._looked_up: deque[Request] = deque()
+        """Oldest look first; requests that wait no longer are left out when their turn comes."""
+
+    def __repr__(self) -> str:
+        return f"<Admission {self._order.__name__} {self.speed!r}>"
+
+    @property
+    def outlook(self) -> Outlook:
+        """What policies may know."""
+        return Outlook(self._max_wait_s, self.speed.tokens_per_s)
+
+    def order(self, waiting: Iterable[Request], now: float) -> list[Request]:
+        """The requests in the order in which the planner tries them."""
+        requests = list(waiting)
+        self._look_up(requests)
+        return self._order(requests, now, self.outlook)
+
+    def may_pass(self, now: float, request: Request) -> bool:
+        """Others may be admitted before this one, for which there is no room yet."""
+        return not overdue(request, now, self.outlook)
+
+    def _look_up(self, requests: list[Request]) -> None:
+        """See what of the prompts is cached: of new ones at once, of the others in turn."""
+        for _ in range(min(REFRESHED, len(self._looked_up))):
+            request = self._looked_up.popleft()
+            if request.waits and not request.over:
+                request.expected_cached = self._memory.cached_tokens(request.tokens)
+                self._looked_up.append(request)
+            else:
+                request.looked_up = False
+        for request in requests:
+            if not request.looked_up:
+                request.looked_up = True
+                request.expected_cached = self._memory.cached_tokens(request.tokens)
+                self._looked_up.append(request)
+
+    # Deadlines
+
+    def refused(self, waiting: Iterable[Request], now: float) -> list[tuple[Request, RequestTimeout]]:
+        """Waiting requests to give up, for their deadlines cannot be met; with the error they get."""
+        if not self._refuses:
+            return []
+        outlook = self.outlook
+        return [
+            (request, _refusal(request, now, outlook))
+            for request in waiting
+            if hopeless(request, now, outlook)
+        ]
+
+    def next_refusal(self, waiting: Collection[Request]) -> float | None:
+        """When `refused` finds somebody next, as things stand; None: never."""
+        if not self._refuses:
+            return None
+        outlook = self.outlook
+        times = [hopeless_from(request, outlook) for request in waiting]
+        return min((time for time in times if time is not None), default=None)
+
+
+def _refusal(request: Request, now: float, outlook: Outlook) -> RequestTimeout:
+    assert request.due_s is not None
+    left = request.due_s - now
+    when = f"in {left:.3f} s" if left > 0 else f"{-left:.3f} s ago"
+    return RequestTimeout(
+        f"request {request.request_id}: its deadline, {request.due_s - request.arrival_s:g} s after arrival "
+        f"and {when}, cannot be met: {remaining(request)} tokens are to be computed, at "
+        f"{outlook.tokens_per_s:.0f} tokens/s; allow more time, or serve late (late-deadlines)"
+    )
