@@ -47,6 +47,11 @@ def _lease() -> Any:
     return option(10.0, Seconds(0.5, 3600), text)
 
 
+def _timeout(default: float | None, what: str) -> Any:
+    text = f"Seconds that a request may take {what}, unless it brings its own limit."
+    return option(default, Auto(Seconds(0.001, 86_400), "none"), text)
+
+
 def _drain_timeout() -> Any:
     text = "Seconds that a shutdown waits for what was launched and for its transfers."
     return option(30.0, Seconds(0, 86_400), text)
@@ -133,6 +138,10 @@ class NativeConfig(Checked):
         Integer(1, 1 << 32),
         "Prompt tokens that may wait; further ones are refused with a retry hint.",
     )
+    handshake_timeout_s: float | None = _timeout(60.0, "for its decode peer to reserve pages")
+    queue_timeout_s: float | None = _timeout(None, "to be launched, once it may be")
+    running_timeout_s: float | None = _timeout(None, "from its launch to its first token")
+    transfer_timeout_s: float | None = _timeout(120.0, "from its first token until its KV is handed off")
     prefix_cache: bool = option(True, Switch(), "Reuse the KV of prompt beginnings seen before.")
     policy: str = option(
         "fcfs",

@@ -25,6 +25,7 @@ from aioprefill.native.ledger import Ledger
 from aioprefill.native.memory import KVMemory
 from aioprefill.native.planner import Limits, Piece, plan
 from aioprefill.native.request_state import Move, Request, State
+from aioprefill.native.stage_timers import Stage, StageTimers
 from aioprefill.transfer.port import KVTransfer, TransferEvent, TransferState
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,8 @@ class NativeHost:
             engine.num_pages, self._layout.page_size, prefix_cache=self.config.prefix_cache
         )
         self.frontend = Frontend(engine.spec, engine.num_pages, self.config)
-        self.ledger = Ledger(self.frontend, self.memory, transfer, self._layout)
+        self.timers = StageTimers(self.config)
+        self.ledger = Ledger(self.frontend, self.memory, transfer, self._layout, self.timers)
         self._limits = Limits(
             self.config.chunk_tokens,
             self.config.max_batch_requests,
@@ -85,7 +87,15 @@ class NativeHost:
         self.admission = Admission(self.config, self.memory)
         self._bootstrapped: list[Request] = []
         self._forwards: deque[NativeForward] = deque()
-        self.intake = Intake(self.frontend, self.ledger, self.memory, engine, transfer, self.consume_result)
+        self.intake = Intake(
+            self.frontend,
+            self.ledger,
+            self.memory,
+            engine,
+            transfer,
+            self.consume_result,
+            self.timers,
+        )
         self._closed = False
 
     def __repr__(self) -> str:
@@ -120,6 +130,7 @@ class NativeHost:
             del self.ledger.bootstrapping[request.request_id]
             request.move(Move.BOOTSTRAPPED)
             self.ledger.waiting[request.request_id] = request
+            self.timers.enter(request, Stage.QUEUE, now)
         return len(ready)
 
     # Preparation
@@ -162,6 +173,8 @@ class NativeHost:
         engine_forward = self.engine.launch([self._span(piece) for piece in batch.pieces])
         for piece in batch.pieces:
             request = piece.request
+            if request.planned == request.cached:
+                self.timers.enter(request, Stage.RUNNING, now)
             request.launched_s = now if request.launched_s is None else request.launched_s
             request.planned = piece.end
             if self.intake.weight_version not in request.weight_versions:
@@ -220,8 +233,16 @@ class NativeHost:
                 self.ledger.finish(now, request)
             else:
                 request.move(Move.PREFILLED if request.bootstrapped else Move.PREFILLED_EARLY)
+                self._time_hand_off(now, request)
         if request.bootstrapped:
             self.ledger.send(request)
+
+    def _time_hand_off(self, now: float, request: Request) -> None:
+        """The prompt is prefilled: its peer, if not ready yet, had its time since the arrival."""
+        if request.state is State.PARKED:
+            self.timers.enter(request, Stage.HANDSHAKE, now, since=request.handle.arrival_s)
+        else:
+            self.timers.enter(request, Stage.TRANSFER, now)
 
     def fail_result(self, now: float, forward: NativeForward, error: DeviceError) -> None:
         """See `PrefillHost.fail_result`."""
@@ -237,7 +258,10 @@ class NativeHost:
     def progress_transfers(self, now: float) -> Progress:
         """See `PrefillHost.progress_transfers`."""
         available = self.memory.pool.available
-        retired = failed = 0
+        late = self.timers.expired(now)
+        for over, error in late:
+            self.ledger.fail(over, error)
+        retired, failed = 0, len(late)
         for event in self.transfer.poll() if self.transfer is not None else ():
             request = self.ledger.requests.get(event.room)
             if request is None:
@@ -255,7 +279,7 @@ class NativeHost:
             request.room_open = False
         if not request.over:
             if event.state is TransferState.WAITING_FOR_INPUT:
-                self._peer_ready(request)
+                self._peer_ready(now, request)
             elif event.state is TransferState.SUCCESS:
                 request.move(Move.TRANSFERRED)
                 self.ledger.finish(now, request)
@@ -263,12 +287,14 @@ class NativeHost:
                 self.ledger.fail(request, PeerError(request.peer or "?", event.reason or "failed"))
         self.ledger.release_if_quiet(request)
 
-    def _peer_ready(self, request: Request) -> None:
+    def _peer_ready(self, now: float, request: Request) -> None:
         request.bootstrapped = True
         if request.state is State.BOOTSTRAPPING:
             self._bootstrapped.append(request)
             return
         request.move(Move.BOOTSTRAPPED)
+        if request.state is State.TRANSFERRING:
+            self._time_hand_off(now, request)
         self.ledger.send(request)
 
     # The rest of the port
@@ -278,11 +304,11 @@ class NativeHost:
 
     def next_timer(self) -> float | None:
         """See `PrefillHost.next_timer`. The transfer keeps its own timers."""
-        return None
+        return self.timers.next()
 
     def begin_drain(self, now: float) -> None:
         """See `PrefillHost.begin_drain`."""
-        self.intake.begin_drain()
+        self.intake.begin_drain(now)
 
     def end_drain(self, now: float) -> None:
         """See `PrefillHost.end_drain`."""

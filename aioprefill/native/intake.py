@@ -20,6 +20,7 @@ from aioprefill.native.ledger import Ledger
 from aioprefill.native.memory import KVMemory
 from aioprefill.native.pause_state import PauseState, Phase
 from aioprefill.native.request_state import Request, State
+from aioprefill.native.stage_timers import Stage, StageTimers
 from aioprefill.transfer.port import Handoff, KVTransfer
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class Intake:
         engine: Engine,
         transfer: KVTransfer | None,
         consume_result: Callable[[float], int],
+        timers: StageTimers,
     ) -> None:
         self.pause = PauseState()
         self.weight_version = 0
@@ -48,6 +50,7 @@ class Intake:
         self._engine = engine
         self._transfer = transfer
         self._consume_result = consume_result
+        self._timers = timers
         self._wake: Callable[[], None] = lambda: None
         self._arrivals = 0
         self._draining = False
@@ -73,7 +76,7 @@ class Intake:
             taken += 1
             if isinstance(item, Arrival):
                 requests += 1
-                self._arrive(item)
+                self._arrive(item, now)
             elif isinstance(item, AbortInput):
                 self.abort(item.request_id, item.reason)
             else:
@@ -103,7 +106,7 @@ class Intake:
 
     # Requests
 
-    def _arrive(self, arrival: Arrival) -> None:
+    def _arrive(self, arrival: Arrival, now: float) -> None:
         asked = arrival.request
         request = Request(
             request_id=asked.request_id,
@@ -114,6 +117,7 @@ class Intake:
             ignore_eos=asked.ignore_eos,
             handle=arrival.handle,
             arrival=self._arrivals,
+            timeouts=asked.timeouts,
             arrival_s=arrival.handle.arrival_s,
             priority=asked.priority,
             due_s=None if asked.deadline_s is None else arrival.handle.arrival_s + asked.deadline_s,
@@ -124,7 +128,10 @@ class Intake:
         if self._draining:
             self._ledger.fail(request, RequestAborted("the scheduler is draining"))
         elif request.peer is not None:
+            self._timers.enter(request, Stage.HANDSHAKE, now)
             self._handshake(request, request.peer)
+        else:
+            self._timers.enter(request, Stage.QUEUE, now)
 
     def _handshake(self, request: Request, peer: str) -> None:
         if self._transfer is None:
@@ -197,6 +204,7 @@ class Intake:
             idle = [request for request in self._ledger.under_way.values() if not request.sent_pages]
             for request in idle:
                 self._ledger.requeue(request)
+                self._timers.enter(request, Stage.QUEUE, now)
             return {"requeued": len(idle)}, consumed
         return {}, 0
 
@@ -260,7 +268,7 @@ class Intake:
         if swap is not None and not swap[1].done():
             swap[1].set_exception(error)
 
-    def begin_drain(self) -> None:
+    def begin_drain(self, now: float) -> None:
         """End what will not be launched any more, and refuse commands, also those that wait in the inbox."""
         self._draining = True
         refusal = ControlError("the scheduler drains")
@@ -269,7 +277,7 @@ class Intake:
         while inbox:
             item = inbox.popleft()
             if isinstance(item, Arrival):
-                self._arrive(item)
+                self._arrive(item, now)
             elif isinstance(item, AbortInput):
                 self.abort(item.request_id, item.reason)
             elif not item.answer.done():

@@ -14,6 +14,7 @@ from aioprefill.kv_layout import KVLayout
 from aioprefill.native.frontend import Frontend
 from aioprefill.native.memory import KVMemory
 from aioprefill.native.request_state import Move, Request, State
+from aioprefill.native.stage_timers import StageTimers
 from aioprefill.request import HandoffResult, PrefillResult
 from aioprefill.transfer.port import KVTransfer
 
@@ -40,8 +41,14 @@ class Ledger:
     """Every request from its dispatch until nothing of it is left."""
 
     def __init__(
-        self, frontend: Frontend, memory: KVMemory, transfer: KVTransfer | None, layout: KVLayout
+        self,
+        frontend: Frontend,
+        memory: KVMemory,
+        transfer: KVTransfer | None,
+        layout: KVLayout,
+        timers: StageTimers,
     ) -> None:
+        self._timers = timers
         self._frontend = frontend
         self._memory = memory
         self._transfer = transfer
@@ -129,6 +136,7 @@ class Ledger:
     def finish(self, now: float, request: Request) -> None:
         """Report that the hand-off is complete."""
         kv_bytes = request.sent_pages * self._layout.page_bytes
+        self._timers.leave(request)
         self.totals.finished += 1
         self.totals.kv_bytes += kv_bytes
         request.handle.finish(HandoffResult(request.request_id, now, kv_bytes))
@@ -138,6 +146,7 @@ class Ledger:
         if request.state in (State.WAITING, State.BOOTSTRAPPING):
             self._frontend.left_queue(request.length)
         request.move(Move.FAILED)
+        self._timers.leave(request)
         self.totals.failed += 1
         for queue in (self.waiting, self.bootstrapping, self.under_way):
             queue.pop(request.request_id, None)

@@ -19,7 +19,7 @@ import numpy as np
 
 from aioprefill.engine.port import PageIds, SampledToken, TokenIds
 from aioprefill.errors import InvalidMove
-from aioprefill.request import PrefillHandle
+from aioprefill.request import PrefillHandle, Timeouts
 from aioprefill.sampling_params import SamplingParams
 
 
@@ -105,6 +105,7 @@ class Request:
     looked_up: bool = False
     """It is in the round of such looks."""
 
+    timeouts: Timeouts = Timeouts()
     state: State = State.WAITING
     history: deque[Move] = field(default_factory=lambda: deque(maxlen=16))
     pages: PageIds = field(default_factory=lambda: NO_PAGES)

@@ -8,7 +8,7 @@ import numpy as np
 
 from aioprefill.engine.port import ModelSpec, TokenIds
 from aioprefill.errors import InvalidRequest
-from aioprefill.request import PrefillRequest
+from aioprefill.request import PrefillRequest, Timeouts
 
 MAX_ID_LENGTH = 128
 
@@ -35,10 +35,17 @@ def validate(request: PrefillRequest, spec: ModelSpec, num_pages: int) -> TokenI
     deadline_s = request.deadline_s
     if deadline_s is not None and not (math.isfinite(deadline_s) and deadline_s > 0):
         raise InvalidRequest("deadline_s", f"must be a number of seconds above 0, got {deadline_s!r}")
+    for name, limit in zip(request.timeouts.__slots__, _limits(request.timeouts), strict=True):
+        if limit is not None and not (math.isfinite(limit) and limit > 0):
+            raise InvalidRequest(f"timeouts.{name}", f"must be positive and finite, got {limit}")
     request.sampling.validate()
     if request.sampling.top_k > spec.vocab_size:
         raise InvalidRequest("sampling.top_k", f"must be at most the vocabulary's {spec.vocab_size}")
     return tokens
+
+
+def _limits(timeouts: Timeouts) -> tuple[float | None, ...]:
+    return timeouts.queue_s, timeouts.handshake_s, timeouts.running_s, timeouts.transfer_s
 
 
 def prompt_tokens(request: PrefillRequest, spec: ModelSpec) -> TokenIds:
