@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from aioprefill.engine.port import ModelSpec, Span
+from aioprefill.engine.port import ModelSpec, Span, TokenMask
 from aioprefill.sampling_params import SamplingParams
 
 Indices = npt.NDArray[np.int64]
@@ -72,6 +72,7 @@ class SampleRow:
     position: int
     """Position of the token that is sampled."""
     params: SamplingParams
+    mask: TokenMask | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,9 @@ def pack(spans: Sequence[Span], spec: ModelSpec, num_pages: int, rows_per_page: 
     firsts = np.cumsum(lengths) - lengths
     rows = [_rows(span, spec.layout.page_size, rows_per_page) for span in spans]
     samples = tuple(
-        SampleRow(index, span.end, span.sample) for index, span in enumerate(spans) if span.sample is not None
+        SampleRow(index, span.end, span.sample, span.mask)
+        for index, span in enumerate(spans)
+        if span.sample is not None
     )
     fresh, contexts, decodes = [], [], []
     for index, span in enumerate(spans):

@@ -7,10 +7,10 @@ the other, and a launch never waits for the device.
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,12 @@ from aioprefill.sampling_params import SamplingParams
 
 TokenIds = npt.NDArray[np.uint32]
 PageIds = npt.NDArray[np.int32]
+
+TokenMask: TypeAlias = Callable[[], npt.NDArray[np.int32]]
+"""Which tokens may be sampled: shape (ceil(vocabulary / 32),), bit i of word w for token 32 w + i.
+
+Called once per span, after the launch, on the engine's stream thread; must not raise.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,8 @@ class Span:
     """Page table of the sequence, covering at least [0, start + n)."""
     sample: SamplingParams | None
     """How to sample the token after the last one; None when no token is wanted (a middle chunk)."""
+    mask: TokenMask | None = None
+    """Which tokens may be sampled; None: all. A mask that allows none is as good as None."""
 
     @property
     def end(self) -> int:

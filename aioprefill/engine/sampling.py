@@ -92,17 +92,35 @@ class Sampler:
     def sample(self, logits: torch.Tensor, to_device: ToDevice) -> Sampled:
         """Tokens for logits of shape (rows, vocabulary); `to_device` as in `PagedAttention`."""
         logits = logits.float()
-        chosen = logits.argmax(-1)
+        allowed = self._restrict(logits, to_device)
+        chosen = allowed.argmax(-1)
         for draw, (rows, columns) in self._random.items():
             indices = to_device(rows)
             settings = _Settings(*(to_device(column) for column in columns))
-            chosen[indices] = draw(logits[indices], settings)
+            chosen[indices] = draw(allowed[indices], settings)
         normalizer = logits.logsumexp(-1)
         logprobs = logits.gather(1, chosen[:, None])[:, 0] - normalizer
         if not self._top:
             return Sampled(chosen, logprobs)
         top = logits.topk(min(self._top, logits.shape[1]), -1)
         return Sampled(chosen, logprobs, top.indices, top.values - normalizer[:, None])
+
+    def _restrict(self, logits: torch.Tensor, to_device: ToDevice) -> torch.Tensor:
+        """The logits with tokens that masks forbid at -inf. Rows without a mask are left as they are.
+
+        A mask without any token is not applied: NaN would be taken for a fault of the device, and whoever
+        made the mask sees by the token that it does not fit.
+        """
+        masked = [(i, row.mask) for i, row in enumerate(self._rows) if row.mask is not None]
+        if not masked:
+            return logits
+        words = np.stack([mask() for _, mask in masked])
+        words[~words.any(axis=1)] = -1
+        rows = to_device(np.array([i for i, _ in masked], dtype=np.int64))
+        shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
+        bits = (to_device(words)[:, :, None] >> shifts) & 1
+        forbidden = bits.flatten(1)[:, : logits.shape[1]] == 0
+        return logits.index_copy(0, rows, logits[rows].masked_fill(forbidden, -torch.inf))
 
     def tokens(self, sampled: Sampled) -> list[SampledToken]:
         """One token per row, from tensors on the host."""
