@@ -19,7 +19,7 @@ class ModelText:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._tokenizer = _load_tokenizer(folder)
+        self._tokenizer = load_tokenizer(folder)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text that the model shall continue; begins as the model wants texts to begin."""
@@ -80,7 +80,8 @@ class TextStream:
         return whole.removeprefix(self._given) if whole.startswith(self._given) else ""
 
 
-def _load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path) -> Any:
+    """The `tokenizers.Tokenizer` of a model folder. Raises `ModelError` when none can be read."""
     from tokenizers import Tokenizer
 
     file = folder / "tokenizer.json"
