@@ -167,6 +167,9 @@ class NativeConfig(Checked):
     optimistic: bool = option(
         False, Switch(), "Launch a request before the handshake with its decode peer has ended."
     )
+    optimistic_attempts: int = option(
+        3, Integer(1, 100), "Times that a request may be launched so, for it yields its pages to ready ones."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +241,18 @@ class GenerateConfig(ProcessConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CtlConfig(ProcessConfig):
+    """`aioprefill ctl`: operating a prefill process."""
+
+    prefill_endpoint: str = _prefill_endpoint("--endpoint")
+    answer_timeout_s: float = option(
+        5.0,
+        Seconds(0.1, 3600),
+        "Seconds that the server may take to give a sign of life; a command itself may take longer.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DemoConfig(Checked):
     """`aioprefill demo`: both processes, started and stopped for the demonstration."""
 
@@ -249,6 +264,7 @@ COMMANDS: dict[str, type[Checked]] = {
     "serve": ServeConfig,
     "decode": DecodeConfig,
     "generate": GenerateConfig,
+    "ctl": CtlConfig,
     "demo": DemoConfig,
     "model": ModelConfig,
 }

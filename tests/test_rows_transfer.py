@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from aioprefill.config import NativeConfig, SchedulerConfig
-from aioprefill.errors import DeviceError, PeerError, RequestAborted
+from aioprefill.errors import DeviceError, PeerError, RequestAborted, RequestTimeout
 from aioprefill.native.host import NativeHost
-from aioprefill.request import PrefillHandle, PrefillRequest
+from aioprefill.request import PrefillHandle, PrefillRequest, Timeouts
 from aioprefill.scheduler import PrefillScheduler
 from aioprefill.testing.clock import settle, virtual_time
 from aioprefill.testing.engine import FakeEngine
@@ -315,3 +315,160 @@ async def test_a_drain_waits_for_transfers() -> None:
         assert report.finished == ("quick",) and report.dropped == ("slow",)
         w.transfer.finish_write("slow")
         await settle()
+
+
+@virtual_time
+async def test_C2_an_optimistic_request_yields_to_a_ready_one_but_not_while_a_chunk_of_it_is_in_flight() -> (
+    None
+):
+    """Released and requeued once; it runs again afterwards, and nothing is sent twice."""
+    async with world(handshake_s=None, optimistic=True, num_pages=12) as w:
+        early = w.submit(192, "early")
+        await settle()
+        assert len(w.engine.forwards) == 2, "two of its three chunks"
+        ready = w.submit(64, "ready")
+        await settle()
+        w.transfer.finish_handshake("ready")
+        await settle()
+        await w.complete(0)
+        assert w.host.ledger.requests["early"].in_flight == 1
+        assert len(w.engine.forwards) == 2, "a chunk is in flight: nothing is released, nothing passes"
+        await w.complete(1)
+        assert w.host.ledger.requests["early"].state.value == "bootstrapping"
+        assert len(w.engine.forwards) == 3 and w.host.memory.pool.held == 4
+        await w.complete(2)
+        await ready.wait_transferred()
+        while w.host._forwards:
+            await w.complete()
+        assert (await early).token_id >= 0, "launched again"
+        w.transfer.finish_handshake("early")
+        await early.wait_transferred()
+        assert [(send.first_page, len(send.pages)) for send in w.transfer.sends[1:]] == [(0, 12)]
+
+
+@virtual_time
+async def test_C2_attempts_are_bounded() -> None:
+    """After so many launches a request waits for its handshake."""
+    async with world(handshake_s=None, optimistic=True, num_pages=12) as w:
+        early = w.submit(192, "early")
+        for attempt in range(3):
+            await settle()
+            assert w.host.ledger.requests["early"].early_launches == attempt + 1
+            name = f"ready{attempt}"
+            ready = w.submit(100, name)
+            await settle()
+            w.transfer.finish_handshake(name)
+            await settle()
+            while not ready.result.done():
+                await w.complete()
+            await ready.wait_transferred()
+            while w.host._forwards:
+                await w.complete()
+            if early.result.done():
+                break
+        if not early.result.done():
+            assert w.host.ledger.requests["early"].state.value == "bootstrapping"
+        w.transfer.finish_handshake("early")
+        await settle()
+        while w.host._forwards:
+            await w.complete()
+        await early.wait_transferred()
+
+
+@virtual_time
+async def test_T4_a_waiting_request_whose_peer_has_given_up_is_dropped_before_it_is_launched() -> None:
+    """It waits behind full slots; its peer goes away; its turn never comes."""
+    async with world() as w:
+        for name in ("a", "b"):
+            w.submit(60, name)
+            await settle()
+        victim = w.submit(60, "victim", peer="tcp://127.0.0.1:9")
+        await settle()
+        assert w.host.ledger.requests["victim"].state.value == "waiting"
+        w.transfer.give_up("victim", "the client went away")
+        await settle()
+        with pytest.raises(PeerError, match="the client went away"):
+            await victim
+        while w.host._forwards:
+            await w.complete()
+        assert len(w.engine.forwards) == 2
+
+
+@pytest.mark.parametrize("stage", ["handshake", "queue", "running", "transfer", "parked"])
+def test_A4_each_stage_has_its_timeout_decided_by_the_clock_readings_of_host_calls(stage: str) -> None:
+    """Per server and per request; the error names stage and limit; nothing leaks."""
+
+    async def main() -> None:
+        limits = Timeouts(**{f"{'handshake' if stage == 'parked' else stage}_s": 3.0})
+        optimistic = stage == "parked"
+        by_hand = stage in ("handshake", "parked")
+        async with world(handshake_s=None if by_hand else 0.0, write_s=None, optimistic=optimistic) as w:
+            blockers = []
+            if stage == "queue":
+                blockers = [w.submit(60, name) for name in ("a", "b")]
+                await settle()
+            victim = w.scheduler.submit(
+                PrefillRequest(np.arange(60), request_id="victim", peer=PEER, timeouts=limits)
+            )
+            await settle()
+            if stage in ("transfer", "parked"):
+                await w.complete()
+            await asyncio.sleep(2.9)
+            assert not victim.done
+            await asyncio.sleep(0.2)
+            name = "handshake" if by_hand else stage
+            with pytest.raises(RequestTimeout, match=f"its {name} timeout of 3 s"):
+                await victim.wait_transferred()
+            while w.host._forwards:
+                await w.complete()
+            while w.transfer.live_writes:
+                w.transfer.finish_write()
+            await settle()
+            for blocker in blockers:
+                await blocker.wait_transferred()
+            assert w.host.timers.next() is None
+
+    virtual_time(main)()
+
+
+@virtual_time
+async def test_A4_a_timeout_is_one_outcome_also_when_input_is_held() -> None:
+    """It strikes during a held pause, once; the abort behind the pause finds nothing left to do."""
+    async with world() as w:
+        victim = w.scheduler.submit(
+            PrefillRequest(np.arange(60), request_id="victim", timeouts=Timeouts(running_s=1.0))
+        )
+        await settle()
+        pausing = asyncio.ensure_future(w.scheduler.pause("in_place"))
+        await settle()
+        victim.abort("behind the pause")
+        await asyncio.sleep(5)
+        with pytest.raises(RequestTimeout):
+            await victim
+        assert w.host.ledger.totals.failed == 1
+        await w.complete()
+        await pausing
+        await w.scheduler.resume()
+
+
+@virtual_time
+async def test_A5_timers_fire_without_any_new_work_and_a_full_pool_recovers_by_them() -> None:
+    """The pool is full of transfers that hang; their timeout frees it, and the next request is launched."""
+    async with world(write_s=None, num_pages=8) as w:
+        stuck = w.scheduler.submit(
+            PrefillRequest(np.arange(128), request_id="stuck", peer=PEER, timeouts=Timeouts(transfer_s=5.0))
+        )
+        await settle()
+        await w.complete()
+        await w.complete()
+        heir = w.scheduler.submit(PrefillRequest(np.arange(100) + 300, request_id="heir"))
+        await asyncio.sleep(4)
+        assert len(w.engine.forwards) == 2
+        asyncio.get_running_loop().call_at(6.0, lambda: [w.transfer.finish_write() for _ in range(2)])
+        await asyncio.sleep(3)
+        with pytest.raises(RequestTimeout, match="transfer timeout"):
+            await stuck.wait_transferred()
+        assert len(w.engine.forwards) == 4
+        await w.complete()
+        await w.complete()
+        assert (await heir).token_id >= 0

@@ -18,6 +18,7 @@ from aioprefill.config import NativeConfig
 from aioprefill.engine.port import Engine, EngineForward, SampledToken, Span
 from aioprefill.errors import AioprefillError, DeviceError, HostError, PeerError, RequestAborted
 from aioprefill.host import Hold, Ingested, Progress, Wake
+from aioprefill.native import optimistic
 from aioprefill.native.admission import Admission
 from aioprefill.native.frontend import Arrival, Frontend
 from aioprefill.native.intake import Intake
@@ -97,6 +98,8 @@ class NativeHost:
             self.timers,
         )
         self._closed = False
+        self.hung = False
+        """The engine did not stop when it was closed: one of its threads sits in a call that never ends."""
 
     def __repr__(self) -> str:
         return f"<NativeHost in_flight={len(self._forwards)} {self.ledger!r} {self.memory.pool!r}>"
@@ -105,6 +108,7 @@ class NativeHost:
         """See `PrefillHost.bind`."""
         self.frontend.bind(wake.input, asyncio.get_running_loop().time, self.engine.stage_weights)
         self.intake.bind(wake.input)
+        self.timers.on_earlier = wake.transfers
         if self.transfer is not None:
             self.transfer.start(wake.transfers)
 
@@ -150,11 +154,31 @@ class NativeHost:
             return NativeBatch(pieces) if pieces else None
         self._refuse_late(now)
         waiting = self.admission.order(self.ledger.waiting.values(), now)
+        ready, early = optimistic.split(self.ledger.under_way.values())
         if self.config.optimistic:
-            waiting += self.admission.order(self.ledger.bootstrapping.values(), now)
+            attempts = self.config.optimistic_attempts
+            eligible = [r for r in self.ledger.bootstrapping.values() if r.early_launches < attempts]
+            early += self.admission.order(eligible, now)
         may_pass = partial(self.admission.may_pass, now)
-        pieces = plan(self.ledger.under_way.values(), waiting, self._limits, self.ledger.admit, may_pass)
+        admit = partial(self._admit, now, [])
+        pieces = plan(ready, waiting + early, self._limits, admit, may_pass)
         return NativeBatch(pieces) if pieces else None
+
+    def _admit(self, now: float, yielded: list[Request], request: Request) -> bool:
+        """Give a request its pages; where they are short, one whose handshake has not ended yields its own.
+
+        `yielded` are those that have in this preparation, in which they are not admitted again.
+        """
+        if request.state is State.RUNNING:
+            return True  # launched before its handshake, and goes on behind those that are ready
+        while request not in yielded and not self.ledger.admit(request):
+            victim = optimistic.victim(request, self.ledger.under_way.values())
+            if victim is None:
+                return False
+            yielded.append(victim)
+            self.ledger.requeue(victim)
+            self.timers.enter(victim, Stage.HANDSHAKE, now, since=victim.handle.arrival_s)
+        return request not in yielded
 
     def _refuse_late(self, now: float) -> None:
         for queue in (self.ledger.waiting, self.ledger.bootstrapping):
@@ -352,4 +376,5 @@ class NativeHost:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self.engine.aclose()
         except TimeoutError:
+            self.hung = True
             logger.error("the engine did not stop within %.0f s: a forward hangs", CLOSE_TIMEOUT_S)

@@ -85,6 +85,7 @@ class Ledger:
             return False
         self.waiting.pop(request.request_id, None)
         self.bootstrapping.pop(request.request_id, None)
+        request.early_launches += request.state is State.BOOTSTRAPPING
         request.move(Move.ADMITTED)
         self.under_way[request.request_id] = request
         self._frontend.left_queue(request.length)

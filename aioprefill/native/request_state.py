@@ -125,6 +125,8 @@ class Request:
     room_open: bool = False
     """The transfer may touch the pages."""
     bootstrapped: bool = False
+    early_launches: int = 0
+    """Times that it was admitted before its handshake had ended."""
     sent_pages: int = 0
     """Pages given to the transfer."""
     first: SampledToken | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import heapq
+from collections.abc import Callable
 
 from aioprefill.config import NativeConfig
 from aioprefill.errors import RequestTimeout
@@ -29,6 +30,8 @@ class StageTimers:
             Stage.RUNNING: config.running_timeout_s,
             Stage.TRANSFER: config.transfer_timeout_s,
         }
+        self.on_earlier: Callable[[], None] = lambda: None
+        """Called when `next` has moved forward: who sleeps until then must look again."""
         self._heap: list[tuple[float, int]] = []
         """(end, arrival number); entries of stages that were left are stale."""
         self._present: dict[int, tuple[float, Stage, Request]] = {}
@@ -40,11 +43,14 @@ class StageTimers:
         limit = self._limit(request, stage)
         if limit is not None:
             end = (now if since is None else since) + limit
+            earliest = self.next()
             self._present[request.arrival] = (end, stage, request)
             heapq.heappush(self._heap, (end, request.arrival))
             if len(self._heap) > 4 * len(self._present) + 64:
                 self._heap = [entry for entry in self._heap if self._is_present(entry)]
                 heapq.heapify(self._heap)
+            if earliest is None or end < earliest:
+                self.on_earlier()
 
     def leave(self, request: Request) -> None:
         """A request is over."""
