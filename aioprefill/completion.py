@@ -39,7 +39,11 @@ STICKY_CUDA_ERRORS = frozenset(
 
 
 class Completion(Protocol):
-    """The device's "done" for one forward: its sampled tokens are on the host side."""
+    """The device's "done" for one forward: its sampled tokens are on the host side.
+
+    Where sampling is delayed until the predecessor's result, polling before it was submitted is an error
+    (`HostError`), not a wait for ever.
+    """
 
     def query(self) -> bool:
         """True when done. Never blocks. Raises `DeviceError` when the forward failed."""

@@ -95,6 +95,13 @@ class PrefillHost(Protocol):
     def intake_tick_s(self) -> float | None:
         """Interval at which `ingest` is wanted even without a wake, for hosts that hang timers on it."""
 
+    @property
+    def unsupported_shape(self) -> str | None:
+        """What this loop cannot serve, in words ("speculative decoding"); then `run_own_loop` runs."""
+
+    async def run_own_loop(self) -> None:
+        """The host's own loop, in place of this one, until the host is told to end."""
+
     def bind(self, wake: Wake) -> None:
         """Called once, on the running loop, before any host call."""
 

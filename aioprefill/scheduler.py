@@ -129,6 +129,11 @@ class PrefillScheduler:
         """The group, and what is owed to open requests when it ends, however it ends."""
         answer: AioprefillError = RequestAborted("the scheduler stopped")
         try:
+            shape = self._host.unsupported_shape
+            if shape is not None:
+                logger.warning("%s is not supported: the host's own loop runs, not aioprefill's", shape)
+                await self._host.run_own_loop()
+                return
             async with asyncio.TaskGroup() as group:
                 tasks = [
                     group.create_task(_named(task, core), name=f"aioprefill.{task.__name__}")

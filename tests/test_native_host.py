@@ -112,7 +112,7 @@ async def test_bad_requests_are_refused_and_hurt_nobody() -> None:
 
 
 @virtual_time
-async def test_the_queue_is_bounded_and_says_when_to_try_again() -> None:
+async def test_H4_the_queue_is_bounded_and_says_when_to_try_again() -> None:
     """By requests and by tokens; a single request above the token limit is still taken alone."""
     engine = FakeEngine()
     config = NativeConfig(chunk_tokens=64, max_queue_requests=2, max_queue_tokens=100)
@@ -225,7 +225,7 @@ async def test_cancelling_the_wait_aborts_the_request() -> None:
 
 
 @virtual_time
-async def test_a_device_error_fails_the_requests_of_its_forward_alone() -> None:
+async def test_S3_a_device_error_fails_the_requests_of_its_forward_alone() -> None:
     """By the error's own name; nothing of the failed forward gets into the prefix cache."""
     engine = FakeEngine()
     async with serving(engine) as (scheduler, host):
@@ -241,7 +241,7 @@ async def test_a_device_error_fails_the_requests_of_its_forward_alone() -> None:
 
 
 @virtual_time
-async def test_a_request_whose_result_cannot_be_taken_fails_alone() -> None:
+async def test_S4_a_request_whose_result_cannot_be_taken_fails_alone() -> None:
     """The other one of the same forward gets its token."""
     engine = FakeEngine()
     async with serving(engine) as (scheduler, host):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+import uvloop
 
 from aioprefill.config import SchedulerConfig
 from aioprefill.errors import DeviceError, HostError
@@ -214,6 +216,55 @@ async def test_L6_bookkeeping_goes_on_while_draining() -> None:
 
 
 @virtual_time
+async def test_L8_a_delayed_sample_is_submitted_after_the_result_before_it_and_not_polled_earlier() -> (
+    None
+):
+    """In the step of that result, in front of everything else."""
+    host = FakeHost(delayed_sampling=True)
+    async with running(host):
+        host.arrive("a")
+        host.arrive("b")
+        await settle()
+        assert not host.forwards[1].completion.submitted
+        complete(host, 0)
+        complete(host, 1)
+        await settle()
+        steps = [entry for entry in host.log if entry.startswith(("result", "sample"))]
+        assert steps == ["result 0", "sample 1", "result 1"]
+        assert host.log.index("sample 1") == host.log.index("result 0") + 1
+
+
+@virtual_time
+async def test_L8_polling_a_sample_that_was_never_submitted_raises() -> None:
+    """A host that forgets it ends with an error and every request answered, not with a wait for ever."""
+    host = FakeHost(delayed_sampling=True)
+    host.sample_delayed = lambda: None  # type: ignore[method-assign]
+    with pytest.raises(HostError, match="never submitted"):
+        async with PrefillScheduler(host) as scheduler:
+            host.arrive("a")
+            host.arrive("b")
+            await settle()
+            complete(host, 0)
+            await scheduler.wait_stopped()
+    assert host.outcomes["b"] == ["host"]
+
+
+@virtual_time
+async def test_L11_an_unsupported_shape_warns_once_and_uses_the_hosts_own_loop(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The warning names the shape; not one host call is made."""
+    for shape in ("attention data parallelism 2", "speculative decoding", "embedding models"):
+        host = FakeHost()
+        host.unsupported_shape = shape
+        async with PrefillScheduler(host) as scheduler:
+            await scheduler.wait_stopped()
+        assert host.own_loops == 1 and host.prepare_calls == 0 and host.log == []
+        warnings = [record.getMessage() for record in caplog.records if shape in record.getMessage()]
+        assert len(warnings) == 1 and "own loop" in warnings[0]
+
+
+@virtual_time
 async def test_L9_a_transfer_that_ends_during_a_forward_is_retired_at_once_and_its_slot_admits() -> None:
     """Not at the end of the forward, 60 s later."""
     host = FakeHost(slots=2)
@@ -317,8 +368,32 @@ async def test_H1_an_idle_loop_makes_no_turn_and_takes_the_first_message_at_once
                 await settle()
 
 
+def test_H2_the_loop_leaves_the_processor_to_side_threads_while_it_waits() -> None:
+    """Its thread uses at most 5 % of the time that it waits: at depth 1, at depth 2, and while paused."""
+
+    async def main() -> None:
+        host = FakeHost()
+        async with running(host):
+            loop = asyncio.get_running_loop()
+            for depth in (1, 2, "paused"):
+                host.control("in_place") if depth == "paused" else host.arrive(f"r{depth}")
+                await settle()
+                cpu, wall = time.thread_time(), time.perf_counter()
+                passed = loop.create_future()
+                loop.call_later(0.3, passed.set_result, None)
+                await passed
+                share = (time.thread_time() - cpu) / (time.perf_counter() - wall)
+                assert share <= 0.05, f"{depth}: {share:.1%}"
+            for number in (0, 1):
+                complete(host, number)
+            host.control("resume")
+            await settle()
+
+    uvloop.run(main())
+
+
 @virtual_time
-async def test_a_device_error_fails_its_forward_and_a_sticky_one_stops_the_loop() -> None:
+async def test_S3_a_device_error_fails_its_forward_and_a_sticky_one_stops_the_loop() -> None:
     """The error is raised from the scheduler's block; the host answers what is open."""
     host = FakeHost()
     with pytest.raises(DeviceError, match="cudaErrorIllegalAddress"):
@@ -339,7 +414,7 @@ async def test_a_device_error_fails_its_forward_and_a_sticky_one_stops_the_loop(
 
 
 @virtual_time
-async def test_a_host_call_that_raises_stops_the_loop_with_every_request_answered() -> None:
+async def test_S4_a_host_call_that_breaks_the_host_stops_the_loop_with_every_request_answered() -> None:
     """The cause is raised, not an exception group."""
     host = FakeHost()
 
@@ -356,7 +431,7 @@ async def test_a_host_call_that_raises_stops_the_loop_with_every_request_answere
 
 
 @virtual_time
-async def test_health_names_a_forward_past_its_stall_limit() -> None:
+async def test_H3_health_names_a_forward_past_its_stall_limit() -> None:
     """Ready before, unready after, live throughout."""
     host = FakeHost()
     async with running(host) as scheduler:

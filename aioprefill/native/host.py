@@ -65,6 +65,7 @@ class NativeHost:
     """
 
     intake_tick_s: float | None = None
+    unsupported_shape: str | None = None
 
     def __init__(
         self, engine: Engine, transfer: KVTransfer | None = None, config: NativeConfig | None = None
@@ -322,6 +323,9 @@ class NativeHost:
         self.ledger.send(request)
 
     # The rest of the port
+
+    async def run_own_loop(self) -> None:
+        """See `PrefillHost.run_own_loop`. There is none: this loop serves all that the engine loads."""
 
     def on_idle(self, now: float) -> None:
         """See `PrefillHost.on_idle`."""

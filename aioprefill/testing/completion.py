@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from aioprefill.errors import DeviceError
+from aioprefill.errors import DeviceError, HostError
 from aioprefill.testing.clock import VirtualLoop
 
 
@@ -22,9 +22,15 @@ class FakeCompletion:
         self.due_s: float | None = None
         """When it is going to be done, on the loop's clock; None: not known yet."""
         self.polls = 0
+        self.submitted = True
+        """False: the sample that it stands for was never handed to the device."""
 
     def __repr__(self) -> str:
         return f"<FakeCompletion done={self._future.done()} due_s={self.due_s}>"
+
+    def _check_submitted(self) -> None:
+        if not self.submitted:
+            raise HostError("the completion of a sample was polled that was never submitted")
 
     @property
     def done(self) -> bool:
@@ -48,6 +54,7 @@ class FakeCompletion:
     def query(self) -> bool:
         """See `Completion.query`."""
         self.polls += 1
+        self._check_submitted()
         if not self._future.done():
             return False
         self._future.result()
@@ -55,10 +62,12 @@ class FakeCompletion:
 
     async def wait(self) -> None:
         """See `Completion.wait`."""
+        self._check_submitted()
         await asyncio.shield(self._future)
 
     def synchronize(self) -> None:
         """See `Completion.synchronize`. Raises `RuntimeError` when nothing says when it is done."""
+        self._check_submitted()
         if not self._future.done():
             if self.due_s is None:
                 raise RuntimeError("synchronize() on a fake completion that has no due time")

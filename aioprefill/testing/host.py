@@ -60,8 +60,9 @@ class FakeHost:
     """Implements `PrefillHost`. Tests drive it by `arrive`, `bootstrap`, `end_transfer` and completions.
 
     `slots` bounds requests between admission and the end of their transfer. With `duration_s` forwards
-    complete by themselves, one after the other, each after that time. `log` has one entry per host call
-    that did something.
+    complete by themselves, one after the other, each after that time. With `delayed_sampling` a forward
+    that is launched behind another one is sampled when that one's result is processed. `log` has one entry
+    per host call that did something.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class FakeHost:
         chunk_tokens: int = 100,
         batch_requests: int = 1,
         duration_s: float | None = None,
+        delayed_sampling: bool = False,
     ) -> None:
         self.intake_tick_s: float | None = None
         self.log: list[str] = []
@@ -86,6 +88,9 @@ class FakeHost:
         self._chunk_tokens = chunk_tokens
         self._batch_requests = batch_requests
         self._duration_s = duration_s
+        self._delayed_sampling = delayed_sampling
+        self.unsupported_shape: str | None = None
+        self.own_loops = 0
         self._device_free_s = 0.0
         self._wake: Wake | None = None
         self._inbox: deque[FakeRequest | FakeControl | str] = deque()
@@ -257,6 +262,7 @@ class FakeHost:
         forward = FakeForward(number, batch)
         for piece in batch:
             piece.request.launched_end = piece.end
+        forward.completion.submitted = not (self._delayed_sampling and self._pending)
         self._pending.append(forward)
         self.forwards.append(forward)
         if self._duration_s is not None:
@@ -277,6 +283,13 @@ class FakeHost:
                 continue
             self.sends.setdefault(request.name, []).append((request.sent_end, request.chunk_end))
             request.sent_end = request.chunk_end
+        self.sample_delayed()
+
+    def sample_delayed(self) -> None:
+        """Hand the delayed sample of the next forward to the device."""
+        if self._pending and not self._pending[0].completion.submitted:
+            self._pending[0].completion.submitted = True
+            self.log.append(f"sample {self._pending[0].number}")
 
     def fail_result(self, now: float, forward: FakeForward, error: DeviceError) -> None:
         """See `PrefillHost.fail_result`."""
@@ -284,6 +297,10 @@ class FakeHost:
         self.log.append(f"failed {forward.number} {error.name}")
         for piece in forward.pieces:
             self._end(piece.request, error.name)
+
+    async def run_own_loop(self) -> None:
+        """See `PrefillHost.run_own_loop`."""
+        self.own_loops += 1
 
     def progress_transfers(self, now: float) -> Progress:
         """See `PrefillHost.progress_transfers`."""
