@@ -101,6 +101,9 @@ class EngineConfig(ModelConfig):
         Auto(Bytes(1 << 20)),
         "Size of the KV page pool; auto is a quarter of the free memory, at most 4GiB.",
     )
+    grammar_timeout_s: float = option(
+        10.0, Seconds(0.1, 600), "Seconds that a request waits for its grammar to be compiled, then it fails."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from aioprefill import errors
 from aioprefill.errors import WireError
+from aioprefill.grammar_spec import GrammarSpec
 from aioprefill.sampling_params import SamplingParams
 from aioprefill.wire import messages
 from aioprefill.wire.failures import error_from, failed_from
@@ -26,6 +27,9 @@ LEAVES = {
     bytes: st.binary(max_size=20),
     bool: st.booleans(),
     type(None): st.none(),
+    GrammarSpec: st.builds(
+        GrammarSpec, st.sampled_from(["json_schema", "regex", "grammar"]), st.text(max_size=20)
+    ),
     SamplingParams: st.builds(SamplingParams, temperature=FINITE, top_k=st.integers(0, 99), seed=st.none()),
 }
 

@@ -13,6 +13,7 @@ from aioprefill.config import NativeConfig
 from aioprefill.control import Command
 from aioprefill.engine.port import ModelSpec, TokenIds
 from aioprefill.errors import AioprefillError, InvalidRequest, QueueFull
+from aioprefill.native.grammar_gate import GrammarKnown
 from aioprefill.native.validate import validate
 from aioprefill.request import PrefillHandle, PrefillRequest
 
@@ -52,7 +53,7 @@ class Frontend:
         self._live: dict[str, PrefillHandle] = {}
         self._wake: Callable[[], None] = lambda: None
         self._clock: Callable[[], float] = lambda: 0.0
-        self.inbox: deque[Arrival | AbortInput | Controlled] = deque()
+        self.inbox: deque[Arrival | AbortInput | Controlled | GrammarKnown] = deque()
         self.aborting: dict[str, str] = {}
         """Aborts that wait in the inbox: id -> reason. They count before results are published."""
         self.queued_requests = 0
@@ -117,6 +118,11 @@ class Frontend:
     async def stage_weights(self, folder: Path) -> Any:
         """Read and examine new weights, off the loop. Raises `ModelError` when they do not fit."""
         return await self._stage(folder)
+
+    def post(self, item: GrammarKnown) -> None:
+        """Queue what has become known about a request."""
+        self.inbox.append(item)
+        self._wake()
 
     def close(self, error: AioprefillError) -> None:
         """Answer what still waits in the inbox with `error`."""

@@ -15,6 +15,7 @@ from functools import partial
 
 from aioprefill.completion import Completion
 from aioprefill.config import NativeConfig
+from aioprefill.engine.grammar_port import GrammarSource, MaskWords
 from aioprefill.engine.port import Engine, EngineForward, SampledToken, Span
 from aioprefill.errors import AioprefillError, DeviceError, HostError, PeerError, RequestAborted
 from aioprefill.host import Hold, Ingested, Progress, Wake
@@ -60,18 +61,25 @@ class NativeForward:
 class NativeHost:
     """Implements `PrefillHost` (see there for the calls). `frontend` takes requests and aborts.
 
-    Owns `engine` and `transfer` from now on: `aclose` closes both. `transfer` may be None: then requests
-    that name a peer fail, and all others get their first token.
+    Owns `engine`, `transfer` and `grammars` from now on: `aclose` closes them. `transfer` may be None: then
+    requests that name a peer fail, and all others get their first token. `grammars` may be None: then
+    requests with a grammar fail.
     """
 
     intake_tick_s: float | None = None
     unsupported_shape: str | None = None
 
     def __init__(
-        self, engine: Engine, transfer: KVTransfer | None = None, config: NativeConfig | None = None
+        self,
+        engine: Engine,
+        transfer: KVTransfer | None = None,
+        config: NativeConfig | None = None,
+        *,
+        grammars: GrammarSource | None = None,
     ) -> None:
         self.engine = engine
         self.transfer = transfer
+        self.grammars = grammars
         self.config = config or NativeConfig()
         self._layout = engine.spec.layout
         self.memory = KVMemory(
@@ -97,6 +105,7 @@ class NativeHost:
             transfer,
             self.consume_result,
             self.timers,
+            grammars,
         )
         self._closed = False
         self.hung = False
@@ -162,7 +171,8 @@ class NativeHost:
             early += self.admission.order(eligible, now)
         may_pass = partial(self.admission.may_pass, now)
         admit = partial(self._admit, now, [])
-        pieces = plan(ready, waiting + early, self._limits, admit, may_pass)
+        waiting = [request for request in waiting + early if request.grammar_ready]
+        pieces = plan(ready, waiting, self._limits, admit, may_pass)
         return NativeBatch(pieces) if pieces else None
 
     def _admit(self, now: float, yielded: list[Request], request: Request) -> bool:
@@ -217,6 +227,7 @@ class NativeHost:
             start=piece.start,
             pages=request.pages[: self._layout.pages_for(piece.end)],
             sample=request.sampling if piece.final else None,
+            mask=partial(_same, request.first_mask) if request.first_mask is not None else None,
         )
 
     # Results
@@ -374,6 +385,8 @@ class NativeHost:
         self.intake.close(error)
         for request in self.ledger.open:
             self.ledger.fail(request, error)
+        if self.grammars is not None:
+            await self.grammars.aclose()
         if self.transfer is not None:
             await self.transfer.aclose()
         try:
@@ -382,3 +395,7 @@ class NativeHost:
         except TimeoutError:
             self.hung = True
             logger.error("the engine did not stop within %.0f s: a forward hangs", CLOSE_TIMEOUT_S)
+
+
+def _same(mask: MaskWords) -> MaskWords:
+    return mask

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from aioprefill.control import AbortMatching, Command, FlushCache, Pause, PauseMode, Resume, UpdateWeights
+from aioprefill.engine.grammar_port import GrammarSource
 from aioprefill.engine.port import Engine
 from aioprefill.errors import AioprefillError, ControlError, HostError, PeerError, RequestAborted
 from aioprefill.host import Hold, Ingested
 from aioprefill.native.frontend import AbortInput, Arrival, Controlled, Frontend
+from aioprefill.native.grammar_gate import GrammarGate, GrammarKnown
 from aioprefill.native.ledger import Ledger
 from aioprefill.native.memory import KVMemory
 from aioprefill.native.pause_state import PauseState, Phase
@@ -41,6 +43,7 @@ class Intake:
         transfer: KVTransfer | None,
         consume_result: Callable[[float], int],
         timers: StageTimers,
+        grammars: GrammarSource | None = None,
     ) -> None:
         self.pause = PauseState()
         self.weight_version = 0
@@ -51,6 +54,7 @@ class Intake:
         self._transfer = transfer
         self._consume_result = consume_result
         self._timers = timers
+        self._gate = GrammarGate(grammars, frontend.post, ledger.fail)
         self._wake: Callable[[], None] = lambda: None
         self._arrivals = 0
         self._draining = False
@@ -82,6 +86,8 @@ class Intake:
             else:
                 consumed += self._control(now, item)
         held = self._is_held(hold)
+            elif isinstance(item, GrammarKnown):
+                self._gate.known(item)
         return Ingested(
             requests=requests,
             admission_changed=taken > 0,
@@ -118,6 +124,7 @@ class Intake:
             handle=arrival.handle,
             arrival=self._arrivals,
             timeouts=asked.timeouts,
+            grammar=asked.grammar,
             arrival_s=arrival.handle.arrival_s,
             priority=asked.priority,
             due_s=None if asked.deadline_s is None else arrival.handle.arrival_s + asked.deadline_s,
@@ -135,6 +142,7 @@ class Intake:
 
     def _handshake(self, request: Request, peer: str) -> None:
         if self._transfer is None:
+        self._gate.arrived(request)
             self._ledger.fail(request, PeerError(peer, "this scheduler has no KV transfer"))
             return
         request.room_open = True
@@ -150,6 +158,7 @@ class Intake:
             )
         )
 
+                grammar=request.grammar,
     def abort(self, request_id: str, reason: str) -> None:
         """End a request with `RequestAborted`; one that is unknown or over is left alone."""
         request = self._ledger.requests.get(request_id)
@@ -280,7 +289,7 @@ class Intake:
                 self._arrive(item, now)
             elif isinstance(item, AbortInput):
                 self.abort(item.request_id, item.reason)
-            elif not item.answer.done():
+            elif isinstance(item, Controlled) and not item.answer.done():
                 item.answer.set_exception(refusal)
         for request in self._ledger.open:
             if not request.all_launched:

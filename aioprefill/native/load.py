@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from aioprefill.config import EngineConfig, NativeConfig
+from aioprefill.engine.grammar import Grammars
 from aioprefill.engine.kv_pool import KVPool
 from aioprefill.engine.model_files import resolve_model
 from aioprefill.engine.transformers_engine import TransformersEngine
@@ -47,8 +48,22 @@ def load_host(
     `transfer` makes the KV transfer for the loaded engine; without one requests get their first token and
     nothing is handed off. Blocks and raises as `load_engine` does.
     """
-    loaded = load_engine(engine or EngineConfig())
-    return NativeHost(loaded, transfer(loaded) if transfer is not None else None, native)
+    config = engine or EngineConfig()
+    loaded = load_engine(config)
+    grammars = load_grammars(loaded, config)
+    return NativeHost(loaded, transfer(loaded) if transfer is not None else None, native, grammars=grammars)
+
+
+def load_grammars(engine: TransformersEngine, config: EngineConfig) -> Grammars | None:
+    """Structured output for a loaded engine; None where it has no model folder. Loads nothing yet."""
+    if engine.folder is None:
+        return None
+    return Grammars.for_model(
+        engine.folder,
+        vocab_size=engine.spec.vocab_size,
+        eos_token_ids=engine.spec.eos_token_ids,
+        timeout_s=config.grammar_timeout_s,
+    )
 
 
 def own_dtype(folder: Path) -> str:

@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from aioprefill.engine.grammar_port import MaskWords
 from aioprefill.engine.port import PageIds, SampledToken, TokenIds
 from aioprefill.errors import InvalidMove
+from aioprefill.grammar_spec import GrammarSpec
 from aioprefill.request import PrefillHandle, Timeouts
 from aioprefill.sampling_params import SamplingParams
 
@@ -129,6 +131,9 @@ class Request:
     """Times that it was admitted before its handshake had ended."""
     sent_pages: int = 0
     """Pages given to the transfer."""
+    grammar: GrammarSpec | None = None
+    first_mask: MaskWords | None = None
+    """Tokens that the grammar allows first; None: it is not compiled, or there is none."""
     first: SampledToken | None = None
     launched_s: float | None = None
     weight_versions: tuple[int, ...] = ()
@@ -145,6 +150,11 @@ class Request:
     def waits(self) -> bool:
         """Not admitted."""
         return self.state in (State.WAITING, State.BOOTSTRAPPING)
+
+    @property
+    def grammar_ready(self) -> bool:
+        """It need not wait for its grammar."""
+        return self.grammar is None or self.first_mask is not None
 
     @property
     def quiet(self) -> bool:

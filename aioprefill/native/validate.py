@@ -39,6 +39,8 @@ def validate(request: PrefillRequest, spec: ModelSpec, num_pages: int) -> TokenI
         if limit is not None and not (math.isfinite(limit) and limit > 0):
             raise InvalidRequest(f"timeouts.{name}", f"must be positive and finite, got {limit}")
     request.sampling.validate()
+    if request.grammar is not None:
+        request.grammar.validate()
     if request.sampling.top_k > spec.vocab_size:
         raise InvalidRequest("sampling.top_k", f"must be at most the vocabulary's {spec.vocab_size}")
     return tokens

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from aioprefill.engine.port import SampledToken
+from aioprefill.grammar_spec import GrammarSpec
 from aioprefill.sampling_params import SamplingParams
 
 
@@ -40,6 +41,8 @@ class Handoff:
     """Tokens to generate in all, the first one (sampled by prefill) included."""
     ignore_eos: bool = False
     """Go on past end-of-sequence tokens (benchmarks)."""
+    grammar: GrammarSpec | None = None
+    """What the whole output, the first token included, must match."""
 
 
 class TransferState(enum.Enum):

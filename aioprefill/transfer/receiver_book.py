@@ -98,6 +98,7 @@ class ReceiverBook:
             sampling=message.sampling,
             max_new_tokens=message.max_new_tokens,
             ignore_eos=message.ignore_eos,
+            grammar=message.grammar,
         )
         problem = self._misfit(message)
         if problem is not None:

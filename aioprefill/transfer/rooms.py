@@ -141,6 +141,7 @@ class SenderRoom:
             fingerprint=self._fingerprint,
             page_bytes=self._page_bytes,
             ticket=self.ticket,
+            grammar=handoff.grammar,
         )
         return [Tell(bootstrap)]
 

@@ -15,6 +15,8 @@ import numpy.typing as npt
 
 from aioprefill.errors import WireError
 from aioprefill.sampling_params import SamplingParams
+from aioprefill.grammar_spec import GrammarSpec
+from aioprefill.request import Timeouts
 
 VERSION = 1
 MAX_MESSAGE_BYTES = 16 << 20
@@ -60,6 +62,12 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, omit_defaults=True):
     max_new_tokens: int = 128
     ignore_eos: bool = False
 
+    grammar: GrammarSpec | None = None
+    """What the output must match."""
+    timeouts: Timeouts = Timeouts()
+    priority: int = 0
+    deadline_s: float | None = None
+    """Seconds after its arrival within which the first token is wanted."""
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
     """Client -> prefill: give the request up."""
@@ -195,6 +203,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 class Commit(msgspec.Struct, tag="commit", frozen=True):
     """Prefill -> decode: the room's last write was posted; decoding may start once all have arrived."""
 
+    grammar: GrammarSpec | None = None
     room: str
     writes: int
     """Number of writes of the room; each carries a NIXL notification."""

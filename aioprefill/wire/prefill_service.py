@@ -137,6 +137,10 @@ class PrefillService:
     def _on_gone(self, identity: bytes) -> None:
         for handle in self._live.pop(identity, {}).values():
             handle.abort("the client disconnected")
+                grammar=message.grammar,
+                priority=message.priority,
+                deadline_s=message.deadline_s,
+                timeouts=message.timeouts,
 
     def _on_result(
         self, identity: bytes, handle: PrefillHandle, future: asyncio.Future[PrefillResult]
