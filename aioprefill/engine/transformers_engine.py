@@ -73,6 +73,8 @@ class TransformersEngine:
         threads: int | None = None,
     ) -> None:
         self._model: PreTrainedModel | None = model
+        self.folder: Path | None = None
+        """The checkpoint's folder, where there is one: its tokenizer is there too."""
         self._spec = spec
         self._pool: KVPool | None = pool
         self._num_pages = pool.num_pages
@@ -125,6 +127,7 @@ class TransformersEngine:
         try:
             engine._check_paging(tokens[: spec.context_length], expected)
         except BaseException:
+        engine.folder = path
             engine.close()
             raise
         return engine
