@@ -27,6 +27,8 @@ from aioprefill.wire.stream import TokenStream
 
 LONG_TOKENS = 2000
 NEW_TOKENS = 24
+KV_MEMORY = 512 << 20
+"""Enough for the demonstration; the default takes seconds to be touched."""
 
 STORY = (
     "The harbour town wakes before the sun. Fishermen carry nets along the quay, the baker opens the "
@@ -134,8 +136,7 @@ def options_of(config: DemoConfig) -> list[str]:
         options += ["--cache-dir", str(engine.cache_dir)]
     if engine.threads is not None:
         options += ["--threads", str(engine.threads)]
-    if engine.kv_memory is not None:
-        options += ["--kv-memory", str(engine.kv_memory)]
+    options += ["--kv-memory", str(engine.kv_memory or KV_MEMORY)]
     return options
 
 
