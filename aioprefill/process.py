@@ -1,6 +1,7 @@
 """What a long-running process needs around its coroutine: uvloop, signals, logging, an exit that ends.
 
-Exit codes: 0 drained, 1 failed, 2 wrong settings, 4 stopped at once by a second signal.
+Exit codes: 0 drained, 1 failed, 2 wrong settings, 3 drained as far as it went, but a device call never
+ended, 4 stopped at once by a second signal.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ logger = logging.getLogger("aioprefill")
 EXIT_DRAINED = 0
 EXIT_FAILED = 1
 EXIT_SETTINGS = 2
+EXIT_STUCK = 3
 EXIT_FORCED = 4
 
 Main = Callable[["Process"], Coroutine[Any, Any, int]]
@@ -37,6 +39,8 @@ class Process:
         self.name = name
         self.stop = asyncio.Event()
         self.report: Callable[[], str] = lambda: "nothing was open"
+        self.stuck: Callable[[], str] = lambda: ""
+        """What keeps a thread from ending, once that is known; then the process must not wait for it."""
 
     def on_signal(self, number: int) -> None:
         """First: drain. Second: leave."""
@@ -85,7 +89,15 @@ def run_process(name: str, main: Main, *, log_level: str) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, process.on_signal, number)
-        return await main(process)
+        try:
+            code = await main(process)
+        except Exception as err:
+            if process.stuck():
+                leave(EXIT_FAILED, f"error: {err}; {process.stuck()}")
+            raise
+        if process.stuck():  # the interpreter would wait for that thread, for ever
+            leave(code, f"{name}: {process.stuck()}, leaving without it")
+        return code
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(run())

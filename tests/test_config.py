@@ -163,7 +163,7 @@ def test_bad_value_in_environment_and_file(tmp_path):
     ("text", "message"),
     [
         ("pagesize = 1", "no setting 'pagesize', did you mean 'page-size'"),
-        ("zzz = 1", "no setting 'zzz'; known are cache-dir, "),
+        ("zzz = 1", "no setting 'zzz'; known are answer-timeout-s, cache-dir, "),
         ("[serv]\npage-size = 1", r"no table \[serv\], did you mean 'serve'"),
         ("[decode]\noptimistic = true", r"no setting 'optimistic' in \[decode\]"),
         ("page-size = 1\npage_size = 2", "'page_size' is there twice"),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from aioprefill import errors
 from aioprefill.errors import WireError
 from aioprefill.grammar_spec import GrammarSpec
+from aioprefill.request import Timeouts
 from aioprefill.sampling_params import SamplingParams
 from aioprefill.wire import messages
 from aioprefill.wire.failures import error_from, failed_from
@@ -30,6 +31,7 @@ LEAVES = {
     GrammarSpec: st.builds(
         GrammarSpec, st.sampled_from(["json_schema", "regex", "grammar"]), st.text(max_size=20)
     ),
+    Timeouts: st.builds(Timeouts, queue_s=FINITE, transfer_s=st.none()),
     SamplingParams: st.builds(SamplingParams, temperature=FINITE, top_k=st.integers(0, 99), seed=st.none()),
 }
 
@@ -43,6 +45,8 @@ def values(annotation):
         return st.lists(values(args[0]), max_size=3).map(tuple)
     if origin is tuple:
         return st.tuples(*map(values, args))
+    if origin is list:
+        return st.lists(values(args[0]), max_size=3)
     if origin is dict:
         return st.dictionaries(values(args[0]), values(args[1]), max_size=3)
     return st.one_of(*map(values, args))

@@ -17,6 +17,7 @@ from aioprefill.cli.settings_flags import NOTE, command
 from aioprefill.config import GenerateConfig
 from aioprefill.config_sources import Settings
 from aioprefill.errors import ConfigError, InvalidRequest
+from aioprefill.request import Timeouts
 from aioprefill.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -33,6 +34,11 @@ _EXAMPLES = (
 )
 _INTERRUPTED = 130
 
+Limit = Annotated[
+    float | None,
+    typer.Option(metavar="SECONDS", help="Limit of this stage for this request. Default: the server's."),
+]
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -44,6 +50,7 @@ class Job:
     max_new_tokens: int
     ignore_eos: bool
     json: bool
+    timeouts: Timeouts = Timeouts()
 
 
 @command("generate")
@@ -66,6 +73,10 @@ def generate(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on where the model would end.")
     ] = False,
+    queue_timeout_s: Limit = None,
+    handshake_timeout_s: Limit = None,
+    running_timeout_s: Limit = None,
+    transfer_timeout_s: Limit = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> int:
     """Send a prompt to a running pair and stream what it generates."""
@@ -74,7 +85,8 @@ def generate(
     if max_new_tokens < 1:
         raise InvalidRequest("max_new_tokens", f"must be at least 1, got {max_new_tokens}")
     text = _read_prompt(prompt)
-    job = Job(text, chat, sampling, max_new_tokens, ignore_eos, json)
+    timeouts = Timeouts(queue_timeout_s, handshake_timeout_s, running_timeout_s, transfer_timeout_s)
+    job = Job(text, chat, sampling, max_new_tokens, ignore_eos, json, timeouts)
     config = settings.build(GenerateConfig)
     logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
@@ -106,7 +118,11 @@ async def run_generate(config: GenerateConfig, job: Job) -> int:
         _require_same_model(client, model.fingerprint, model.name)
         start = time.monotonic()
         stream = client.submit(
-            ids, sampling=job.sampling, max_new_tokens=job.max_new_tokens, ignore_eos=job.ignore_eos
+            ids,
+            sampling=job.sampling,
+            max_new_tokens=job.max_new_tokens,
+            ignore_eos=job.ignore_eos,
+            timeouts=job.timeouts,
         )
         made, pieces = await _read(stream, text, show=not job.json)
         if job.json:
@@ -159,6 +175,7 @@ async def _as_object(
         "prompt_tokens": first.prompt_tokens,
         "cached_tokens": first.cached_tokens,
         "new_tokens": len(made),
+        "weight_versions": list(first.weight_versions),
         "first_token": {"token_id": first.token_id, "logprob": first.logprob, "top_logprobs": top},
         "launched_ms": first.launched_ms,
         "first_token_ms": first.first_token_ms,

@@ -21,12 +21,16 @@ import numpy.typing as npt
 import zmq
 
 from aioprefill.errors import AioprefillError, ConfigError, InvalidRequest, WireError
+from aioprefill.grammar_spec import GrammarSpec
+from aioprefill.request import Timeouts
 from aioprefill.sampling_params import SamplingParams
 from aioprefill.wire.connection import CLIENT_LIMITS, Connection
+from aioprefill.wire.control_calls import ControlCalls, ControlMethods
 from aioprefill.wire.failures import error_from
 from aioprefill.wire.messages import (
     Abort,
     Attach,
+    Control,
     Failed,
     Message,
     Ping,
@@ -46,7 +50,7 @@ MAX_QUESTIONS = 1024
 """Pings and stats queries that may wait for answers at a time, per server and kind."""
 
 
-class PairClient:
+class PairClient(ControlMethods):
     """Submits prompts to a prefill server and streams tokens from the decode worker that it hands over to.
 
     Without `decode_endpoint` streams have their first token only. `peer` is the decode worker's endpoint as
@@ -83,6 +87,7 @@ class PairClient:
         self._connections: dict[Side, Connection] = {}
         self._streams: dict[str, TokenStream] = {}
         self._questions: dict[tuple[Side, type[Message]], deque[asyncio.Future[Any]]] = {}
+        self._control = ControlCalls(self._send_control, self.ping, timeout_s)
 
     def __repr__(self) -> str:
         return f"<PairClient {list(self._connections.values())} streams={len(self._streams)}>"
@@ -150,7 +155,11 @@ class PairClient:
         sampling: SamplingParams | None = None,
         max_new_tokens: int = 128,
         ignore_eos: bool = False,
+        grammar: GrammarSpec | None = None,
         handoff: bool = True,
+        timeouts: Timeouts | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
     ) -> TokenStream:
         """Send a request; never blocks. What the server says of it comes through the stream.
 
@@ -167,6 +176,10 @@ class PairClient:
             sampling=sampling or SamplingParams(),
             max_new_tokens=max_new_tokens,
             ignore_eos=ignore_eos,
+            grammar=grammar,
+            timeouts=timeouts or Timeouts(),
+            priority=priority,
+            deadline_s=deadline_s,
         )
         decode_endpoint = self._endpoints.get("decode") if handoff else None
         stream = TokenStream(
@@ -210,6 +223,11 @@ class PairClient:
             text = f"no answer from {self._endpoints[side]} within {self._timeout_s:g} s"
             raise WireError(f"{text}: the server is connected, but busy or stuck") from None
 
+    async def _send_control(self, message: Control) -> None:
+        connection = self._connection("prefill")
+        await connection.wait_ready()  # has its own timeout, and a better message
+        connection.send(message)
+
     def _connection(self, side: Side) -> Connection:
         if self._context is None:
             raise WireError("the client is not open: use `async with PairClient(...)`")
@@ -238,6 +256,8 @@ class PairClient:
             if waiting:
                 _answer(waiting.popleft(), message)
             return
+        if self._control.on_message(message):
+            return
         stream = self._streams.get(getattr(message, "request_id", None) or "")
         if stream is None:
             return  # it ended here already
@@ -263,6 +283,8 @@ class PairClient:
                 future = waiting.popleft()
                 if not future.done():
                     future.set_exception(error)
+        if side == "prefill":
+            self._control.fail(error)
         for stream in list(self._streams.values()):
             if side == "prefill":
                 waits = not stream.prefill_done

@@ -187,7 +187,7 @@ class Connection:
             self._on_welcome(message)
         elif isinstance(message, Ping):
             self.send_if_open(Pong(self._hello.epoch))
-        elif isinstance(message, Failed) and message.request_id is None:
+        elif isinstance(message, Failed) and message.request_id is None and message.op_id is None:
             self._on_failed(message)
         else:
             self._on_message(message)

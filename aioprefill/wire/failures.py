@@ -11,16 +11,17 @@ _PLAIN = {
 }
 
 
-def failed_from(error: AioprefillError, request_id: str | None = None) -> Failed:
-    """The message that carries an error."""
+def failed_from(error: AioprefillError, request_id: str | None = None, *, op_id: str | None = None) -> Failed:
+    """The message that carries an error, about a request or a control command."""
+    subject, message = None, str(error)
     if isinstance(error, InvalidRequest):
-        return Failed(error.code, error.message, request_id, field=error.field)
-    if isinstance(error, PeerError):
-        return Failed(error.code, error.message, request_id, field=error.peer)
-    if isinstance(error, DeviceError):
-        return Failed(error.code, str(error).removeprefix(f"{error.name}: "), request_id, field=error.name)
+        subject, message = error.field, error.message
+    elif isinstance(error, PeerError):
+        subject, message = error.peer, error.message
+    elif isinstance(error, DeviceError):
+        subject, message = error.name, message.removeprefix(f"{error.name}: ")
     retry_after_s = error.retry_after_s if isinstance(error, QueueFull) else None
-    return Failed(error.code, str(error), request_id, retry_after_s=retry_after_s)
+    return Failed(error.code, message, request_id, field=subject, retry_after_s=retry_after_s, op_id=op_id)
 
 
 def error_from(failed: Failed) -> AioprefillError:

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from aioprefill.errors import WireError
-from aioprefill.sampling_params import SamplingParams
 from aioprefill.grammar_spec import GrammarSpec
 from aioprefill.request import Timeouts
+from aioprefill.sampling_params import SamplingParams
 
 VERSION = 1
 MAX_MESSAGE_BYTES = 16 << 20
@@ -61,13 +61,13 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, omit_defaults=True):
     sampling: SamplingParams = SamplingParams()
     max_new_tokens: int = 128
     ignore_eos: bool = False
-
     grammar: GrammarSpec | None = None
     """What the output must match."""
     timeouts: Timeouts = Timeouts()
     priority: int = 0
     deadline_s: float | None = None
     """Seconds after its arrival within which the first token is wanted."""
+
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
     """Client -> prefill: give the request up."""
@@ -92,6 +92,7 @@ class FirstToken(msgspec.Struct, tag="first_token", frozen=True):
     cached_tokens: int
     launched_ms: float
     first_token_ms: float
+    weight_versions: tuple[int, ...] = (0,)
 
 
 class Transferred(msgspec.Struct, tag="transferred", frozen=True):
@@ -103,13 +104,14 @@ class Transferred(msgspec.Struct, tag="transferred", frozen=True):
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True, omit_defaults=True):
-    """The request (or, without an id, the connection's last message) failed."""
+    """The request or the control command (or, without an id, the connection's last message) failed."""
 
     code: str
     message: str
     request_id: str | None = None
     field: str | None = None
     retry_after_s: float | None = None
+    op_id: str | None = None
 
 
 class StatsQuery(msgspec.Struct, tag="stats?", frozen=True):
@@ -120,6 +122,25 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     """Answer to `StatsQuery`: a flat table of numbers and short texts."""
 
     values: dict[str, bool | int | float | str]
+
+
+class Control(msgspec.Struct, tag="control", frozen=True, omit_defaults=True):
+    """Client -> prefill: a command (see `control_commands`). Answer: `ControlDone`, or `Failed` with the id.
+
+    The command is not undone when the client leaves before its answer.
+    """
+
+    op_id: str
+    """The client's own name for this call, at most 128 characters."""
+    command: str
+    arguments: dict[str, bool | int | float | str | None] = {}
+
+
+class ControlDone(msgspec.Struct, tag="control_done", frozen=True):
+    """Prefill -> client: the command has taken effect."""
+
+    op_id: str
+    values: dict[str, bool | int | float | str | list[str] | None]
 
 
 class Attach(msgspec.Struct, tag="attach", frozen=True):
@@ -181,6 +202,7 @@ class Bootstrap(msgspec.Struct, tag="bootstrap", frozen=True):
     page_bytes: int
     ticket: int = 0
     """Number of this hand-off at its sender, repeated in all that concerns it: room names may come back."""
+    grammar: GrammarSpec | None = None
 
 
 class Reserved(msgspec.Struct, tag="reserved", frozen=True):
@@ -203,7 +225,6 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 class Commit(msgspec.Struct, tag="commit", frozen=True):
     """Prefill -> decode: the room's last write was posted; decoding may start once all have arrived."""
 
-    grammar: GrammarSpec | None = None
     room: str
     writes: int
     """Number of writes of the room; each carries a NIXL notification."""
@@ -246,7 +267,7 @@ class Pong(msgspec.Struct, tag="pong", frozen=True):
 
 Message = (
     Hello | Welcome | Ping | Pong | Failed | StatsQuery | Stats
-    | Submit | Abort | Accepted | FirstToken | Transferred
+    | Submit | Abort | Accepted | FirstToken | Transferred | Control | ControlDone
     | Attach | Token | Finished
     | PoolInfo | Bootstrap | Reserved | Refused | Commit | Arrived | Cancel
 )  # fmt: skip

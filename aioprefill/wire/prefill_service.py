@@ -1,4 +1,4 @@
-"""Puts a prefill scheduler on the wire. Knows of it only `submit` and `stats`.
+"""Puts a prefill scheduler on the wire. Knows of it only `submit` and `stats`; control is the desk's.
 
 Rules:
 - Receiving does no more than the scheduler's own validation, so a burst is read at once.
@@ -15,11 +15,14 @@ from functools import partial
 from typing import Any, Self
 
 from aioprefill.errors import AioprefillError, HostError, InvalidRequest, RequestAborted, WireError
+from aioprefill.host import DrainReport
 from aioprefill.request import HandoffResult, PrefillHandle, PrefillRequest, PrefillResult
+from aioprefill.wire.control_desk import ControlDesk, Operated
 from aioprefill.wire.failures import failed_from
 from aioprefill.wire.messages import (
     Abort,
     Accepted,
+    Control,
     FirstToken,
     Message,
     Stats,
@@ -41,7 +44,8 @@ class PrefillService:
 
     `submit` returns a handle at once, or raises `InvalidRequest`, `QueueFull` or another
     `AioprefillError`, which the client gets as `Failed`. `stats` returns numbers and short texts by name.
-    `async with` starts and ends it.
+    With `operated` (a `PrefillScheduler`) it takes control commands too: from every client, so who may
+    connect may operate; see `ControlDesk` for the two options of drains. `async with` starts and ends it.
     """
 
     def __init__(
@@ -53,13 +57,27 @@ class PrefillService:
         welcome: Welcome,
         keys: CurveKeys | None = None,
         limits: SocketLimits | None = None,
+        operated: Operated | None = None,
+        drain_timeout_s: float | None = None,
+        on_drained: Callable[[DrainReport], None] | None = None,
     ) -> None:
         self._submit = submit
         self._stats = stats
         self._live: dict[bytes, dict[str, PrefillHandle]] = {}
+        self._desk: ControlDesk | None = None
+        handlers: dict[type[Any], Callable[[bytes, Any], None]] = {
+            Submit: self._on_submit,
+            Abort: self._on_abort,
+            StatsQuery: self._on_stats,
+        }
+        if operated is not None:
+            self._desk = ControlDesk(
+                operated, self._send, drain_timeout_s=drain_timeout_s, on_drained=on_drained
+            )
+            handlers[Control] = self._desk.on_control
         self.server = WireServer(
             endpoint,
-            {Submit: self._on_submit, Abort: self._on_abort, StatsQuery: self._on_stats},
+            handlers,
             welcome=welcome,
             on_gone=self._on_gone,
             keys=keys,
@@ -93,13 +111,17 @@ class PrefillService:
     async def aclose(self, linger_ms: int = 500) -> None:
         """Stop serving; returns when the last answers are out, or after `linger_ms`. Idempotent.
 
-        Requests that still wait are aborted and their clients told. Drain the scheduler first to avoid it.
+        Requests that still wait are aborted and their clients told, and so are callers of control commands
+        that still wait. Drain the scheduler first to avoid it.
         """
+        await asyncio.sleep(0)  # handles that were settled just now tell their clients themselves
         reason = f"{self.endpoint} is shutting down"
         for identity, handles in list(self._live.items()):
             for request_id, handle in list(handles.items()):
                 self._end(identity, handle, failed_from(RequestAborted(reason), request_id))
                 handle.abort(reason)
+        if self._desk is not None:
+            await self._desk.aclose(reason)
         await self.server.aclose(linger_ms)
 
     def _on_submit(self, identity: bytes, message: Submit) -> None:
@@ -115,6 +137,10 @@ class PrefillService:
                 sampling=message.sampling,
                 max_new_tokens=message.max_new_tokens,
                 ignore_eos=message.ignore_eos,
+                grammar=message.grammar,
+                priority=message.priority,
+                deadline_s=message.deadline_s,
+                timeouts=message.timeouts,
             )
         )
         self._live.setdefault(identity, {})[handle.request_id] = handle
@@ -137,10 +163,6 @@ class PrefillService:
     def _on_gone(self, identity: bytes) -> None:
         for handle in self._live.pop(identity, {}).values():
             handle.abort("the client disconnected")
-                grammar=message.grammar,
-                priority=message.priority,
-                deadline_s=message.deadline_s,
-                timeouts=message.timeouts,
 
     def _on_result(
         self, identity: bytes, handle: PrefillHandle, future: asyncio.Future[PrefillResult]
@@ -163,6 +185,7 @@ class PrefillService:
                 cached_tokens=result.cached_tokens,
                 launched_ms=1e3 * (result.launched_s - result.arrival_s),
                 first_token_ms=1e3 * (result.first_token_s - result.arrival_s),
+                weight_versions=result.weight_versions,
             ),
         )
 

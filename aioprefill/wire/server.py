@@ -231,18 +231,19 @@ class WireServer:
 
     def _dispatch(self, identity: bytes, message: Message) -> None:
         handler = self._handlers.get(type(message))
-        request_id = getattr(message, "request_id", None)
+        request_id, op_id = (getattr(message, name, None) for name in ("request_id", "op_id"))
         if handler is None:
             self.counters.unexpected += 1
             text = f"a {self._welcome.role} server takes no {type(message).__name__} messages"
-            self.send(identity, Failed(WireError.code, text, request_id))
+            self.send(identity, Failed(WireError.code, text, request_id, op_id=op_id))
             return
         try:
             handler(identity, message)
         except AioprefillError as err:
-            self.send(identity, failed_from(err, request_id))
+            self.send(identity, failed_from(err, request_id, op_id=op_id))
         except Exception:
-            self.send(identity, Failed("internal", "the server failed to handle the message", request_id))
+            text = "the server failed to handle the message"
+            self.send(identity, Failed("internal", text, request_id, op_id=op_id))
             raise
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
