@@ -170,6 +170,17 @@ class NativeConfig(Checked):
     optimistic: bool = option(
         False, Switch(), "Launch a request before the handshake with its decode peer has ended."
     )
+    tier_dir: Path | None = option(  # noqa: RUF009
+        None,
+        Auto(FilePath(), "none"),
+        "Folder for the storage tier: prefixes that leave the KV pool are kept there, also over restarts.",
+    )
+    tier_size: int = option(8 << 30, Bytes(1 << 20), "Size limit of the storage tier.")
+
+    def check_together(self) -> None:
+        """The tier keeps what the prefix cache lets go."""
+        if self.tier_dir is not None and not self.prefix_cache:
+            raise SettingsConflict(("tier-dir", "prefix-cache"), "the storage tier needs the prefix cache")
     optimistic_attempts: int = option(
         3, Integer(1, 100), "Times that a request may be launched so, for it yields its pages to ready ones."
     )

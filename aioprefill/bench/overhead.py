@@ -22,7 +22,7 @@ import uvloop
 
 from aioprefill.bench.report import Report, Row
 from aioprefill.config import EngineConfig, NativeConfig
-from aioprefill.engine.port import EngineForward, Span
+from aioprefill.engine.port import EngineForward, PageCopy, PageIds, Span
 from aioprefill.engine.transformers_engine import TransformersEngine
 from aioprefill.native.host import NativeHost
 from aioprefill.native.load import load_engine
@@ -53,6 +53,18 @@ class Recording:
     def swap_weights(self, staged: Any) -> concurrent.futures.Future[None]:
         """See `Engine.swap_weights`."""
         return self._engine.swap_weights(staged)
+
+    def weights_fingerprint(self, staged: Any) -> str:
+        """See `Engine.weights_fingerprint`."""
+        return self._engine.weights_fingerprint(staged)
+
+    def read_pages(self, pages: PageIds) -> concurrent.futures.Future[PageCopy]:
+        """See `Engine.read_pages`."""
+        return self._engine.read_pages(pages)
+
+    def write_pages(self, pages: PageIds, blocks: Any) -> concurrent.futures.Future[None]:
+        """See `Engine.write_pages`."""
+        return self._engine.write_pages(pages, blocks)
 
     def close(self) -> None:
         """The engine goes on."""

@@ -84,6 +84,16 @@ class EngineForward(Protocol):
         """One entry per span, in order; only after the completion is ready. Never blocks."""
 
 
+class PageCopy(Protocol):
+    """Pages of the pool on their way to the host."""
+
+    def ready(self) -> bool:
+        """`blocks` will not block. Never blocks itself."""
+
+    def blocks(self) -> npt.NDArray[np.uint8]:
+        """The pages, shape (pages, page_bytes), in host memory. Waits for the device."""
+
+
 class Engine(Protocol):
     """Runs packed batches in launch order."""
 
@@ -108,6 +118,21 @@ class Engine(Protocol):
 
     def swap_weights(self, staged: Any) -> concurrent.futures.Future[None]:
         """Queue the swap behind launched forwards; the future ends when it is done. Never blocks."""
+
+    def weights_fingerprint(self, staged: Any) -> str:
+        """Names staged weights, as `KVLayout.fingerprint` names those that the engine began with."""
+
+    def read_pages(self, pages: PageIds) -> concurrent.futures.Future[PageCopy]:
+        """Queue a copy of pages, behind what is launched and ahead of what will be. Never blocks.
+
+        The pages may be reused at once. The future ends when the copy is queued on the device.
+        """
+
+    def write_pages(self, pages: PageIds, blocks: npt.NDArray[np.uint8]) -> concurrent.futures.Future[None]:
+        """Queue the filling of pages with `blocks`, shape (pages, page_bytes). Never blocks.
+
+        What is launched afterwards finds them filled. When it fails, so do all later forwards.
+        """
 
     def close(self) -> None:
         """Wait for launched forwards, then free the device and end the stream thread. Idempotent."""

@@ -11,11 +11,13 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
 from aioprefill.completion import Completion, CudaEventCompletion, FutureCompletion, cuda_runtime
 from aioprefill.engine.device_errors import device_error
+from aioprefill.engine.port import PageCopy
 from aioprefill.engine.sampling import Sampled, ToDevice
 from aioprefill.errors import HostError
 
@@ -32,6 +34,25 @@ class Running(Protocol):
 
     def sampled(self) -> Sampled:
         """The samples on the host; only once complete."""
+
+
+class HostCopy:
+    """Implements `PageCopy`. `tensor` has the pages' shape, in host memory; `event`: when it is filled."""
+
+    def __init__(self, tensor: torch.Tensor, event: torch.cuda.Event | None = None) -> None:
+        self._tensor = tensor
+        self._event = event
+
+    def ready(self) -> bool:
+        """See `PageCopy.ready`."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def blocks(self) -> npt.NDArray[np.uint8]:
+        """See `PageCopy.blocks`."""
+        if self._event is not None:
+            self._event.synchronize()
+        array: npt.NDArray[np.uint8] = self._tensor.flatten(1).view(torch.uint8).numpy()
+        return array
 
 
 class CpuRunning:
@@ -102,6 +123,14 @@ class CpuStream:
         """Queue something other than a forward; its future ends when the device has done it."""
         return self._thread.submit(work)
 
+    def fetch(self, work: Callable[[ToDevice], torch.Tensor]) -> concurrent.futures.Future[PageCopy]:
+        """Queue `work`, whose fresh tensor is wanted on the host."""
+        return self._thread.submit(lambda: HostCopy(work(torch.from_numpy)))
+
+    def queue(self, work: Callable[[ToDevice], None]) -> concurrent.futures.Future[None]:
+        """Queue something other than a forward; its future ends when it is on the device's stream."""
+        return self._thread.submit(lambda: work(torch.from_numpy))
+
     def close(self) -> None:
         """See `StreamThread.close`."""
         self._thread.close()
@@ -161,6 +190,30 @@ class CudaStream:
             with torch.cuda.device(self._device), torch.cuda.stream(self._compute):
                 work()
                 self._compute.synchronize()
+
+        return self._thread.submit(run)
+
+    def fetch(self, work: Callable[[ToDevice], torch.Tensor]) -> concurrent.futures.Future[PageCopy]:
+        """Queue `work`, whose fresh tensor is wanted on the host; nothing waits for the copy."""
+
+        def run() -> PageCopy:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._compute):
+                fetched = work(self._to_device)
+                self._copies.wait_stream(self._compute)
+                with torch.cuda.stream(self._copies):
+                    copy = self._to_host(fetched)
+                    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    event.record(self._copies)
+            return HostCopy(copy, event)
+
+        return self._thread.submit(run)
+
+    def queue(self, work: Callable[[ToDevice], None]) -> concurrent.futures.Future[None]:
+        """Queue something other than a forward; its future ends when it is on the device's stream."""
+
+        def run() -> None:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._compute):
+                work(self._to_device)
 
         return self._thread.submit(run)
 

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
@@ -29,7 +30,7 @@ from aioprefill.engine.model_loader import (
     vocab_size,
 )
 from aioprefill.engine.paged_attention import PagedAttention, make_masks
-from aioprefill.engine.port import ModelSpec, SampledToken, Span
+from aioprefill.engine.port import ModelSpec, PageCopy, PageIds, SampledToken, Span
 from aioprefill.engine.sampling import Sampled, Sampler, ToDevice
 from aioprefill.engine.streams import CpuStream, CudaStream, Running
 from aioprefill.errors import ConfigError, DeviceError, HostError, ModelError
@@ -72,12 +73,14 @@ class TransformersEngine:
         *,
         threads: int | None = None,
     ) -> None:
-        self._model: PreTrainedModel | None = model
         self.folder: Path | None = None
         """The checkpoint's folder, where there is one: its tokenizer is there too."""
+        self._model: PreTrainedModel | None = model
         self._spec = spec
         self._pool: KVPool | None = pool
         self._num_pages = pool.num_pages
+        self._write_error: DeviceError | None = None
+        """Pages could not be filled: the stream thread sets it, and computes nothing more."""
         self._rows_per_page = pool.rows_per_page
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._masks = make_masks(pool)
@@ -124,10 +127,10 @@ class TransformersEngine:
             layout=layout,
         )
         engine = cls(model, spec, pool, threads=threads)
+        engine.folder = path
         try:
             engine._check_paging(tokens[: spec.context_length], expected)
         except BaseException:
-        engine.folder = path
             engine.close()
             raise
         return engine
@@ -176,6 +179,8 @@ class TransformersEngine:
     def _logits(self, batch: PackedBatch, to_device: ToDevice) -> torch.Tensor:
         """On the stream: run the model; logits (len(batch.samples), vocabulary)."""
         assert self._model is not None
+        if self._write_error is not None:
+            raise self._write_error
         last = to_device(batch.last)
         kept = {"logits_to_keep": last} if self._keeps_logits else {}
         output = self._model(
@@ -218,6 +223,37 @@ class TransformersEngine:
         if self._model is None:
             raise HostError("the engine is closed")
         return self._stream.run(partial(weights.copy_in, self._model, staged))
+
+    def weights_fingerprint(self, staged: weights.StagedWeights) -> str:
+        """See `Engine.weights_fingerprint`."""
+        return staged.fingerprint
+
+    def read_pages(self, pages: PageIds) -> concurrent.futures.Future[PageCopy]:
+        """See `Engine.read_pages`."""
+        wanted = pages.astype(np.int64)
+
+        def gather(to_device: ToDevice) -> torch.Tensor:
+            return self.pool.storage.index_select(0, to_device(wanted))
+
+        return self._stream.fetch(gather)
+
+    def write_pages(self, pages: PageIds, blocks: npt.NDArray[np.uint8]) -> concurrent.futures.Future[None]:
+        """See `Engine.write_pages`."""
+        targets = pages.tolist()
+
+        def fill(to_device: ToDevice) -> None:
+            try:
+                storage = self.pool.storage
+                filled = to_device(blocks).view(storage.dtype).view(len(targets), *storage.shape[1:])
+                for target, page in zip(targets, filled, strict=True):
+                    storage[target].copy_(page)
+            except Exception as err:
+                # a forward that is launched already counts on these pages
+                reason = f"KV pages could not be filled: {err}"
+                self._write_error = DeviceError("kvWriteFailed", reason, sticky=True)
+                raise self._write_error from err
+
+        return self._stream.queue(fill)
 
     def close(self) -> None:
         """See `Engine.close`."""

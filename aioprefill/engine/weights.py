@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from aioprefill.engine.model_folder import weight_files
 from aioprefill.engine.model_loader import load_model
+from aioprefill.engine.model_manifest import model_fingerprint, record_files
 from aioprefill.errors import ModelError
 
 
@@ -18,6 +20,8 @@ class StagedWeights:
 
     folder: Path
     tensors: dict[str, torch.Tensor]
+    fingerprint: str
+    """Names the weights: that of a server which begins with this folder."""
 
 
 def stage(model: PreTrainedModel, folder: Path, dtype: str, device: torch.device) -> StagedWeights:
@@ -25,6 +29,7 @@ def stage(model: PreTrainedModel, folder: Path, dtype: str, device: torch.device
 
     Blocks for seconds. Raises `ModelError` naming the first tensor that does not fit.
     """
+    before = _times(folder)
     fresh = load_model(folder, dtype=dtype, device=device)
     if type(fresh) is not type(model):
         raise ModelError(
@@ -37,7 +42,15 @@ def stage(model: PreTrainedModel, folder: Path, dtype: str, device: torch.device
         if theirs[name].shape != mine[name].shape:
             shapes = f"{tuple(theirs[name].shape)}, this server's is {tuple(mine[name].shape)}"
             raise ModelError(f"{folder}: tensor {name} has shape {shapes}")
-    return StagedWeights(folder, {name: tensor.to(mine[name].dtype) for name, tensor in theirs.items()})
+    fingerprint = model_fingerprint(folder, record_files(folder, weight_files(folder), "new weights"))
+    if _times(folder) != before:
+        raise ModelError(f"{folder} was changed while it was read: try again when it is complete")
+    tensors = {name: tensor.to(mine[name].dtype) for name, tensor in theirs.items()}
+    return StagedWeights(folder, tensors, fingerprint)
+
+
+def _times(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
 
 
 def copy_in(model: PreTrainedModel, staged: StagedWeights) -> None:

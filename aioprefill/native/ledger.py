@@ -6,6 +6,7 @@ else; its outcome is reported in `publish`, `finish` and `fail`, once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from aioprefill.engine.port import SampledToken
@@ -54,6 +55,8 @@ class Ledger:
         self._transfer = transfer
         self._layout = layout
         self.totals = Totals()
+        self.on_left_queue: Callable[[Request], None] = lambda _: None
+        """Called when a request waits no more: admitted, or failed."""
         self.requests: dict[str, Request] = {}
         """All of them, in order of arrival."""
         self.bootstrapping: dict[str, Request] = {}
@@ -89,6 +92,7 @@ class Ledger:
         request.move(Move.ADMITTED)
         self.under_way[request.request_id] = request
         self._frontend.left_queue(request.length)
+        self.on_left_queue(request)
         self.totals.prompt_tokens += request.length
         self.totals.cached_tokens += request.cached
         return True
@@ -146,6 +150,7 @@ class Ledger:
         """End a request that is not over; its pages go back when nothing touches them any more."""
         if request.state in (State.WAITING, State.BOOTSTRAPPING):
             self._frontend.left_queue(request.length)
+            self.on_left_queue(request)
         request.move(Move.FAILED)
         self._timers.leave(request)
         self.totals.failed += 1

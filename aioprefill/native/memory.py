@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from aioprefill.engine.port import TokenIds
+from aioprefill.engine.port import PageIds, TokenIds
 from aioprefill.native.pages import PagePool
 from aioprefill.native.prefix_cache import PrefixCache
 from aioprefill.native.request_state import NO_PAGES, Request
+from aioprefill.native.tier.keys import PageKeys
 
 
 class KVMemory:
@@ -60,6 +63,35 @@ class KVMemory:
             self.pool.drop(request.tree_pages)
         self.pool.drop(request.pages[::-1])
         request.pages = request.tree_pages = NO_PAGES
+
+    def save_evicted(self, keys: PageKeys, save: Callable[[PageIds, bytes], None]) -> None:
+        """See `PrefixCache.save_evicted`."""
+        assert self.cache is not None, "there is no prefix cache"
+        self.cache.save_evicted(keys, save)
+
+    def restore(self, tokens: TokenIds, start: int, count: int) -> tuple[int, PageIds] | None:
+        """Give pages [start, start + count) of a prompt a place in the prefix cache; idle ones go for it.
+
+        Returns how many pages of the prompt the cache has had, and the fresh pages for those from there on:
+        the caller must have them filled before the next forward. With fewer than `start` there are none,
+        for something is missing between. None: no room now.
+        """
+        assert self.cache is not None
+        matched = self.cache.match(tokens)
+        missing = start + count - len(matched)
+        if len(matched) < start or missing <= 0:
+            return len(matched), NO_PAGES
+        self.pool.hold(matched)
+        if missing > self.pool.available:
+            self.pool.drop(matched)
+            return None
+        if missing > self.pool.free:
+            self.cache.evict(missing - self.pool.free)
+        fresh = self.pool.take(missing)
+        pages = np.concatenate([matched, fresh])
+        self.cache.insert(tokens, pages)
+        self.pool.drop(pages[::-1])
+        return len(matched), fresh
 
     def flush(self) -> int:
         """Forget every cached prefix, also those whose pages requests still hold; pages that came free."""

@@ -8,6 +8,7 @@ always ends of paths, and trimming leaves from their ends can evict every one of
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from aioprefill.engine.port import PageIds, TokenIds
 from aioprefill.native.pages import PagePool
 from aioprefill.native.request_state import NO_PAGES
+from aioprefill.native.tier.keys import DIGEST_BYTES, PageKeys
 
 TOKEN_BYTES = 4
 
@@ -29,6 +31,8 @@ class Node:
     parent: Node | None
     children: dict[bytes, Node] = field(default_factory=dict)
     """By the packed tokens of the child's first page."""
+    chain: bytes = b""
+    """Digests of the pages, where the cache keeps them (see `save_evicted`)."""
     used: int = 0
     """Logical time of the last match or insert through this node."""
 
@@ -44,12 +48,37 @@ class PrefixCache:
         self._clock = 0
         self._lru: list[tuple[int, int, Node]] = []
         self._entries = 0
+        self._keys: PageKeys | None = None
+        self._on_evict: Callable[[PageIds, bytes], None] | None = None
         self.nodes = 0
         self.pages = 0
         """Pages in the tree."""
 
     def __repr__(self) -> str:
         return f"<PrefixCache pages={self.pages} nodes={self.nodes}>"
+
+    def save_evicted(self, keys: PageKeys, save: Callable[[PageIds, bytes], None]) -> None:
+        """Call `save(pages, chain)` when pages are evicted, just before they become free.
+
+        `chain` has their digests, in order. For an empty tree only: it digests what is added to it.
+        """
+        assert not self.nodes, "what is in the tree has no digests"
+        self._keys, self._on_evict = keys, save
+        self._root.chain = keys.root
+
+    def tail(self, tokens: TokenIds) -> tuple[int, bytes]:
+        """Pages of the longest cached prefix, as `match` finds it, and the digest of the last one.
+
+        Nothing counts as used. Without `save_evicted` there are no digests.
+        """
+        key = self._key(tokens, (len(tokens) - 1) // self._page_size)
+        node, at, end = self._root, 0, DIGEST_BYTES
+        while (child := node.children.get(key[at : at + self._page_bytes])) is not None:
+            common = self._common(child.key, key, at)
+            node, at, end = child, at + common, common // self._page_bytes * DIGEST_BYTES
+            if common < len(child.key):
+                break
+        return at // self._page_bytes, node.chain[end - DIGEST_BYTES : end]
 
     def match(self, tokens: TokenIds) -> PageIds:
         """Pages of the longest cached prefix, in whole pages. They are not held yet.
@@ -171,6 +200,8 @@ class PrefixCache:
 
     def _add(self, parent: Node, key: bytes, pages: PageIds) -> None:
         node = Node(key, pages, parent, used=self._clock)
+        if self._keys is not None:
+            node.chain = self._keys.chain(parent.chain[-DIGEST_BYTES:], key)
         parent.children[key[: self._page_bytes]] = node
         self.nodes += 1
         self.pages += len(pages)
@@ -182,6 +213,7 @@ class PrefixCache:
         assert node.parent is not None
         cut = at // self._page_bytes
         upper = Node(node.key[:at], node.pages[:cut], node.parent, used=node.used)
+        upper.chain, node.chain = node.chain[: cut * DIGEST_BYTES], node.chain[cut * DIGEST_BYTES :]
         node.parent.children[upper.key[: self._page_bytes]] = upper
         node.key, node.pages, node.parent = node.key[at:], node.pages[cut:], upper
         upper.children[node.key[: self._page_bytes]] = node
@@ -192,6 +224,9 @@ class PrefixCache:
         """Free up to `count` idle pages from the end of a leaf; how many."""
         keep = max(self._pool.held_among(node.pages), len(node.pages) - count)  # the held ones come first
         gone = node.pages[keep:]
+        if self._on_evict is not None and len(gone):
+            self._on_evict(gone, node.chain[keep * DIGEST_BYTES :])
+            node.chain = node.chain[: keep * DIGEST_BYTES]
         self._pool.evict(gone[::-1])
         self.pages -= len(gone)
         if keep == 0:
@@ -217,6 +252,9 @@ class PrefixCache:
             pages += len(node.pages)
             assert len(node.key) == len(node.pages) * self._page_bytes > 0
             assert node.parent is not None
+            if self._keys is not None:
+                chain = self._keys.chain(node.parent.chain[-DIGEST_BYTES:], node.key)
+                assert node.chain == chain, "digests do not fit the tokens"
             assert node.parent.children[node.key[: self._page_bytes]] is node
             held = self._pool.held_among(node.pages)
             assert held == self._pool.held_among(node.pages[:held]), "a held page lies below an idle one"

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
-from aioprefill.engine.port import ModelSpec, SampledToken, Span
+from aioprefill.engine.port import ModelSpec, PageCopy, PageIds, SampledToken, Span
 from aioprefill.errors import DeviceError, ModelError
 from aioprefill.kv_layout import KVLayout
 from aioprefill.testing.completion import FakeCompletion
@@ -53,6 +54,22 @@ class FakeEngineForward:
         return SampledToken(seed % self.vocab_size, -0.5)
 
 
+@dataclass(frozen=True, slots=True)
+class FakePageCopy:
+    """Pages that were copied."""
+
+    copied: npt.NDArray[np.uint8]
+    is_ready: bool = True
+
+    def ready(self) -> bool:
+        """See `PageCopy.ready`."""
+        return self.is_ready
+
+    def blocks(self) -> npt.NDArray[np.uint8]:
+        """See `PageCopy.blocks`."""
+        return self.copied
+
+
 class FakeEngine:
     """Implements `Engine`. `forwards` has every launch, `tokens` the total computed.
 
@@ -79,6 +96,9 @@ class FakeEngine:
         self.swaps: list[concurrent.futures.Future[None]] = []
         """Swaps that the test has to end, where `swaps_by_hand` is set."""
         self.swaps_by_hand = False
+        self.keep_kv = False
+        """Keep what stands for KV: `kv`, the tokens of each page. `page_tokens` shows them."""
+        self.kv: npt.NDArray[np.uint8] | None = None
         self.closed = False
         self._duration_s = duration_s
         self._free_at = 0.0
@@ -90,6 +110,8 @@ class FakeEngine:
             pages = np.unique(span.pages)
             assert len(pages) == len(span.pages) >= self.spec.layout.pages_for(span.end)
             assert pages[0] >= 0 and pages[-1] < self.num_pages
+        if self.keep_kv:
+            self._compute_kv(spans)
         forward = FakeEngineForward(self.launched, list(spans), self.spec.vocab_size, self.weights)
         self.launched += 1
         self.tokens += sum(len(span.token_ids) for span in spans)
@@ -118,6 +140,41 @@ class FakeEngine:
         else:
             done.set_result(None)
         return done
+
+    def weights_fingerprint(self, staged: int) -> str:
+        """See `Engine.weights_fingerprint`."""
+        return f"fake {staged}"
+
+    def read_pages(self, pages: PageIds) -> concurrent.futures.Future[PageCopy]:
+        """See `Engine.read_pages`: at once, for launches have written already."""
+        done: concurrent.futures.Future[PageCopy] = concurrent.futures.Future()
+        done.set_result(FakePageCopy(self._pages()[pages]))
+        return done
+
+    def write_pages(self, pages: PageIds, blocks: npt.NDArray[np.uint8]) -> concurrent.futures.Future[None]:
+        """See `Engine.write_pages`."""
+        self._pages()[pages] = blocks
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+        done.set_result(None)
+        return done
+
+    def page_tokens(self, page: int) -> list[int]:
+        """The tokens whose KV is in a page, where `keep_kv` is set; 0 for an empty slot."""
+        size = self.spec.layout.page_size
+        tokens: list[int] = self._pages()[page, : 4 * size].view(np.uint32).tolist()
+        return tokens
+
+    def _pages(self) -> npt.NDArray[np.uint8]:
+        if self.kv is None:
+            self.kv = np.zeros((self.num_pages, self.spec.layout.page_bytes), dtype=np.uint8)
+        return self.kv
+
+    def _compute_kv(self, spans: Sequence[Span]) -> None:
+        size = self.spec.layout.page_size
+        for span in spans:
+            slots = self._pages()[:, : 4 * size].view(np.uint32)
+            at = np.arange(span.start, span.end)
+            slots[span.pages[at // size], at % size] = span.token_ids
 
     def close(self) -> None:
         """See `Engine.close`."""

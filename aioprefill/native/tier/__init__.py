@@ -1,0 +1,1 @@
+"""The storage tier: evicted prefix pages on disk, and their way back."""
