@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from aioprefill.engine.grammar_port import Matcher
 from aioprefill.engine.port import PageIds, SampledToken, Span
+from aioprefill.errors import HostError
 from aioprefill.transfer.port import Handoff
 
 
@@ -20,6 +22,8 @@ class Sequence:
     last_token: int
     generated: int = 0
     """Tokens generated so far, the first one (sampled by prefill) included."""
+    matcher: Matcher | None = None
+    """Follows the output through its grammar."""
 
     @property
     def room(self) -> str:
@@ -33,12 +37,25 @@ class Sequence:
             start=self.handoff.prompt_tokens + self.generated - 1,
             pages=self.pages,
             sample=self.handoff.sampling,
+            mask=None if self.matcher is None else self.matcher.mask,
         )
 
     def take(self, token: SampledToken, eos: frozenset[int]) -> str | None:
-        """Append a token; the reason to finish ("eos" or "length"), or None: go on."""
+        """Append a token; the reason to finish ("eos", "grammar" or "length"), or None: go on.
+
+        "grammar": complete, with a model that has no end token. Raises `HostError`, and appends nothing, when
+        the token does not fit the grammar.
+        """
+        matcher = self.matcher
+        if matcher is not None and not matcher.accept(token.token_id):
+            raise HostError(
+                f"room {self.room}: token {token.token_id} does not fit the grammar: "
+                "do both sides have the same tokenizer and the same xgrammar?"
+            )
         self.last_token = token.token_id
         self.generated += 1
+        if matcher is not None and matcher.over:
+            return "eos" if token.token_id in eos else "grammar"
         if token.token_id in eos and not self.handoff.ignore_eos:
             return "eos"
         return "length" if self.generated >= self.handoff.max_new_tokens else None

@@ -13,7 +13,7 @@ from aioprefill.decode.streams import Streams
 from aioprefill.decode.worker import DecodeWorker
 from aioprefill.engine.transformers_engine import TransformersEngine
 from aioprefill.errors import RequestAborted
-from aioprefill.native.load import load_engine, pool_view
+from aioprefill.native.load import load_engine, load_grammars, pool_view
 from aioprefill.native.welcome import welcome_of
 from aioprefill.process import EXIT_DRAINED, Process, run_process
 from aioprefill.transfer.nixl_receiver import MESSAGES, NixlReceiver
@@ -47,7 +47,13 @@ class DecodeService:
         self._config = config
         self._engine = engine
         self._streams = Streams(self._send, self._unread)
-        self._worker = DecodeWorker(engine, self._streams, max_batch_requests=config.max_batch_requests)
+        self._grammars = load_grammars(engine, config.engine)
+        self._worker = DecodeWorker(
+            engine,
+            self._streams,
+            max_batch_requests=config.max_batch_requests,
+            grammars=self._grammars,
+        )
         self._receiver = NixlReceiver(
             pool_view(engine.pool), engine.spec.layout, self._worker, self._send, lease_s=config.lease_s
         )
@@ -83,6 +89,8 @@ class DecodeService:
                 self._worker.close(RequestAborted("the decode worker stops"))
                 self._streams.close()
         finally:
+            if self._grammars is not None:
+                await self._grammars.aclose()
             await self._receiver.aclose()
             if decoding is not None:
                 decoding.cancel()

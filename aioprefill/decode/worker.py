@@ -17,10 +17,12 @@ from typing import NoReturn
 
 import numpy as np
 
+from aioprefill.decode.constraints import Constraints
 from aioprefill.decode.sequence import Sequence, pages_needed
 from aioprefill.decode.streams import Streams
+from aioprefill.engine.grammar_port import GrammarSource
 from aioprefill.engine.port import Engine, PageIds, SampledToken
-from aioprefill.errors import AioprefillError, DeviceError, InvalidRequest, PeerError
+from aioprefill.errors import AioprefillError, DeviceError, HostError, InvalidRequest, PeerError
 from aioprefill.native.pages import PagePool
 from aioprefill.signals import Signal
 from aioprefill.transfer.port import Handoff
@@ -29,7 +31,14 @@ from aioprefill.transfer.port import Handoff
 class DecodeWorker:
     """Handler of a KV receiver, and the loop that decodes (`run`)."""
 
-    def __init__(self, engine: Engine, streams: Streams, *, max_batch_requests: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        streams: Streams,
+        *,
+        max_batch_requests: int,
+        grammars: GrammarSource | None = None,
+    ) -> None:
         self._engine = engine
         self._streams = streams
         self._max_batch = max_batch_requests
@@ -43,6 +52,9 @@ class DecodeWorker:
         self._queue: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._dropped: set[str] = set()
+        self._constraints = Constraints(grammars, self._grammar_known)
+        self._held: dict[str, tuple[Sequence, SampledToken]] = {}
+        """Rooms that have arrived before their grammar was compiled, with their first token."""
         self._wake = Signal()
         self._idle = Signal()
         self.steps = 0
@@ -57,7 +69,7 @@ class DecodeWorker:
     @property
     def busy(self) -> bool:
         """Sequences are being decoded, or wait for it."""
-        return bool(self._running or self._queue)
+        return bool(self._running or self._queue or self._held)
 
     # The receiver's handler
 
@@ -68,6 +80,7 @@ class DecodeWorker:
         if handoff.max_new_tokens < 1:
             raise InvalidRequest("max_new_tokens", f"must be at least 1, got {handoff.max_new_tokens}")
         handoff.sampling.validate()
+        self._constraints.check(handoff.grammar)
         tokens = handoff.prompt_tokens + handoff.max_new_tokens
         if tokens > spec.context_length:
             raise InvalidRequest(
@@ -81,6 +94,7 @@ class DecodeWorker:
             return None
         pages = self.pool.take(total)
         self._spare[handoff.room] = pages[handoff.pages :]
+        self._constraints.reserve(handoff.room, handoff.grammar)
         self._streams.opened(handoff.room)
         reserved: list[int] = pages[: handoff.pages].tolist()
         return reserved
@@ -91,12 +105,16 @@ class DecodeWorker:
         sequence = Sequence(handoff, table, first.token_id)
         if room in self._dropped:
             self._dropped.discard(room)
+            self._constraints.forget(room)
             self._release(sequence)
+        elif self._constraints.waits(room):
+            self._held[room] = sequence, first
         else:
-            self._take(sequence, first)
+            self._start(sequence, first)
 
     def lost(self, room: str, reason: str) -> None:
         """The room will not arrive."""
+        self._constraints.forget(room)
         self._dropped.discard(room)
         self._streams.failed(room, PeerError("prefill", reason))
 
@@ -110,6 +128,12 @@ class DecodeWorker:
 
     def drop(self, room: str) -> None:
         """Nobody reads the room any more: stop decoding it at its next step, or when it arrives."""
+        if room in self._held:
+            sequence, _ = self._held.pop(room)
+            self._constraints.forget(room)
+            self._release(sequence)
+            self._wake.set()
+            return
         for sequence in self._queue:
             if sequence.room == room:
                 self._queue.remove(sequence)
@@ -151,13 +175,18 @@ class DecodeWorker:
             "rooms_reserved": len(self._spare),
             "rooms_queued": len(self._queue),
             "rooms_running": len(self._running),
+            "rooms_compiling": len(self._held),
             "streams": len(self._streams),
             "pages": self.pool.num_pages,
             "pages_free": self.pool.free,
         }
 
     def close(self, error: AioprefillError) -> None:
-        """Fail what is queued and what runs."""
+        """Fail what is queued, what runs, and what waits for its grammar."""
+        self._running += [sequence for sequence, _ in self._held.values()]
+        for room in self._held:
+            self._constraints.forget(room)
+        self._held.clear()
         self._running += self._queue
         self._queue.clear()
         self._fail_running(error)
@@ -178,7 +207,11 @@ class DecodeWorker:
 
     def _take(self, sequence: Sequence, token: SampledToken) -> None:
         """One more token of a sequence, which then goes on or ends."""
-        reason = sequence.take(token, self._eos)
+        try:
+            reason = sequence.take(token, self._eos)
+        except HostError as error:
+            self._fail(sequence, error)
+            return
         self.tokens += 1
         self._streams.token(sequence.room, sequence.generated - 1, token.token_id)
         if reason is not None:
@@ -191,6 +224,25 @@ class DecodeWorker:
             self._running.append(sequence)
 
     def _fail_running(self, error: AioprefillError) -> None:
+    def _grammar_known(self, room: str) -> None:
+        if room in self._held:
+            self._start(*self._held.pop(room))
+            self._wake.set()
+
+    def _start(self, sequence: Sequence, first: SampledToken) -> None:
+        try:
+            sequence.matcher = self._constraints.take(sequence.room)
+        except AioprefillError as error:
+            self._fail(sequence, error)
+        else:
+            self._take(sequence, first)
+
+    def _fail(self, sequence: Sequence, error: AioprefillError) -> None:
+        """End one room that does not run."""
+        self._streams.failed(sequence.room, error)
+        self._release(sequence)
+        self._wake.set()
+
         running, self._running = self._running, []
         for sequence in running:
             self._streams.failed(sequence.room, error)

@@ -158,7 +158,7 @@ class Token(msgspec.Struct, tag="token", frozen=True):
 
 
 class Finished(msgspec.Struct, tag="finished", frozen=True):
-    """Decode -> client: the stream is complete. `reason` is "eos" or "length"."""
+    """Decode -> client: the stream is complete. `reason` is "eos", "grammar" or "length"."""
 
     request_id: str
     reason: str
