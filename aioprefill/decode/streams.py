@@ -49,6 +49,11 @@ class Streams:
     def __len__(self) -> int:
         return len(self._streams)
 
+    @property
+    def expiring(self) -> int:
+        """Streams that end by themselves, within `patience_s`: without a room, or ended and unread."""
+        return sum(stream.timer is not None for stream in self._streams.values())
+
     def attach(self, reader: bytes, room: str) -> None:
         """A client wants the tokens of a room. Raises `InvalidRequest` when another one reads it already."""
         stream = self._get(room)

@@ -177,6 +177,7 @@ class DecodeWorker:
             "rooms_running": len(self._running),
             "rooms_compiling": len(self._held),
             "streams": len(self._streams),
+            "streams_expiring": self._streams.expiring,
             "pages": self.pool.num_pages,
             "pages_free": self.pool.free,
         }
