@@ -224,7 +224,6 @@ class DecodeWorker:
         else:
             self._running.append(sequence)
 
-    def _fail_running(self, error: AioprefillError) -> None:
     def _grammar_known(self, room: str) -> None:
         if room in self._held:
             self._start(*self._held.pop(room))
@@ -244,6 +243,7 @@ class DecodeWorker:
         self._release(sequence)
         self._wake.set()
 
+    def _fail_running(self, error: AioprefillError) -> None:
         running, self._running = self._running, []
         for sequence in running:
             self._streams.failed(sequence.room, error)

@@ -83,11 +83,11 @@ class Intake:
                 self._arrive(item, now)
             elif isinstance(item, AbortInput):
                 self.abort(item.request_id, item.reason)
+            elif isinstance(item, GrammarKnown):
+                self._gate.known(item)
             else:
                 consumed += self._control(now, item)
         held = self._is_held(hold)
-            elif isinstance(item, GrammarKnown):
-                self._gate.known(item)
         return Ingested(
             requests=requests,
             admission_changed=taken > 0,
@@ -121,10 +121,10 @@ class Intake:
             peer=asked.peer,
             max_new_tokens=asked.max_new_tokens,
             ignore_eos=asked.ignore_eos,
+            grammar=asked.grammar,
             handle=arrival.handle,
             arrival=self._arrivals,
             timeouts=asked.timeouts,
-            grammar=asked.grammar,
             arrival_s=arrival.handle.arrival_s,
             priority=asked.priority,
             due_s=None if asked.deadline_s is None else arrival.handle.arrival_s + asked.deadline_s,
@@ -139,10 +139,10 @@ class Intake:
             self._handshake(request, request.peer)
         else:
             self._timers.enter(request, Stage.QUEUE, now)
+        self._gate.arrived(request)
 
     def _handshake(self, request: Request, peer: str) -> None:
         if self._transfer is None:
-        self._gate.arrived(request)
             self._ledger.fail(request, PeerError(peer, "this scheduler has no KV transfer"))
             return
         request.room_open = True
@@ -155,10 +155,10 @@ class Intake:
                 sampling=request.sampling,
                 max_new_tokens=request.max_new_tokens,
                 ignore_eos=request.ignore_eos,
+                grammar=request.grammar,
             )
         )
 
-                grammar=request.grammar,
     def abort(self, request_id: str, reason: str) -> None:
         """End a request with `RequestAborted`; one that is unknown or over is left alone."""
         request = self._ledger.requests.get(request_id)
