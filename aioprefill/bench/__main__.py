@@ -10,6 +10,7 @@ BENCHMARKS = {
     "overhead": "tokens per second through the scheduler against the bare engine",
     "intake": "from a client's send to the host's admission while a forward is pending",
     "idle": "CPU of an idle pair, and how soon it takes the first message",
+    "policy": "time to first token of the policies, on a trace of real requests",
     "memory": "resident memory over many requests, and what is left in use at the end",
     "soak": "random load with aborts, lost clients, pauses and new weights: nothing lost, wrong or leaked",
 }

@@ -29,6 +29,8 @@ class Report:
     parameters: dict[str, Any]
     rows: list[Row] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
+    columns: Sequence[str] = ()
+    """Columns of the table, where the rows have more than a screen takes."""
 
     def json(self) -> str:
         """One JSON object."""
@@ -52,7 +54,7 @@ class Report:
 
         console = Console(width=120, record=True, file=io.StringIO())
         table = Table(title=f"{self.benchmark}  {self.parameters}")
-        columns = list(dict.fromkeys(key for row in self.rows for key in row))
+        columns = self.columns or list(dict.fromkeys(key for row in self.rows for key in row))
         for column in columns:
             table.add_column(column, justify="right")
         for row in self.rows:
