@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 from aioprefill.completion import Completion
 from aioprefill.config import NativeConfig
@@ -28,6 +29,8 @@ from aioprefill.native.memory import KVMemory
 from aioprefill.native.planner import Limits, Piece, plan
 from aioprefill.native.request_state import Move, Request, State
 from aioprefill.native.stage_timers import Stage, StageTimers
+from aioprefill.native.tier.store import TierStore
+from aioprefill.native.tier.tier import make_tier
 from aioprefill.transfer.port import KVTransfer, TransferEvent, TransferState
 
 logger = logging.getLogger(__name__)
@@ -76,6 +79,7 @@ class NativeHost:
         config: NativeConfig | None = None,
         *,
         grammars: GrammarSource | None = None,
+        tier_store: TierStore | None = None,
     ) -> None:
         self.engine = engine
         self.transfer = transfer
@@ -107,6 +111,9 @@ class NativeHost:
             self.timers,
             grammars,
         )
+        self.tier = make_tier(self.config, self.memory, engine, tier_store)
+        self.ledger.on_left_queue = self.tier.left_queue
+        self.intake.on_weights = self.tier.use_weights
         self._closed = False
         self.hung = False
         """The engine did not stop when it was closed: one of its threads sits in a call that never ends."""
@@ -118,6 +125,7 @@ class NativeHost:
         """See `PrefillHost.bind`."""
         self.frontend.bind(wake.input, asyncio.get_running_loop().time, self.engine.stage_weights)
         self.intake.bind(wake.input)
+        self.tier.bind(wake.admission)
         self.timers.on_earlier = wake.transfers
         if self.transfer is not None:
             self.transfer.start(wake.transfers)
@@ -126,7 +134,9 @@ class NativeHost:
 
     def ingest(self, now: float, *, hold: Hold) -> Ingested:
         """See `PrefillHost.ingest`."""
-        return self.intake.run(now, hold)
+        ingested = self.intake.run(now, hold)
+        self.tier.look_ahead(now, chain(self.ledger.waiting.values(), self.ledger.bootstrapping.values()))
+        return ingested
 
     def consume_result(self, now: float) -> int:
         """A retract pause takes the result of the only forward in flight; how many: 0 or 1."""
@@ -153,6 +163,8 @@ class NativeHost:
         self, now: float, *, last: int | None, admit: bool, scheduling_step: bool
     ) -> NativeBatch | None:
         """See `PrefillHost.prepare`."""
+        if scheduling_step:
+            self.tier.step()
         if last is not None and not self._forwards[0].settled:
             assert self._forwards[0].number == last
             self._settle(self._forwards[0])
@@ -172,7 +184,7 @@ class NativeHost:
         may_pass = partial(self.admission.may_pass, now)
         admit = partial(self._admit, now, [])
         waiting = [request for request in waiting + early if request.grammar_ready]
-        pieces = plan(ready, waiting, self._limits, admit, may_pass)
+        pieces = plan(ready, self.tier.gate(now, waiting), self._limits, admit, may_pass)
         return NativeBatch(pieces) if pieces else None
 
     def _admit(self, now: float, yielded: list[Request], request: Request) -> bool:
@@ -236,6 +248,7 @@ class NativeHost:
         """See `PrefillHost.process_result`. A request that cannot take its result fails alone."""
         assert self._forwards.popleft() is forward
         self._learn_speed(now, forward)
+        self.tier.pump()
         for piece, output in zip(forward.pieces, forward.engine_forward.outputs(), strict=True):
             request = piece.request
             request.in_flight -= 1
@@ -340,6 +353,7 @@ class NativeHost:
 
     def on_idle(self, now: float) -> None:
         """See `PrefillHost.on_idle`."""
+        self.tier.pump()
 
     def next_timer(self) -> float | None:
         """See `PrefillHost.next_timer`. The transfer keeps its own timers."""
@@ -374,6 +388,7 @@ class NativeHost:
             "pages_cached": pool.idle,
             "pages_held": pool.held,
             "page_bytes": self._layout.page_bytes,
+            **self.tier.stats(),
         }
 
     async def aclose(self, error: AioprefillError) -> None:
@@ -389,6 +404,7 @@ class NativeHost:
             await self.grammars.aclose()
         if self.transfer is not None:
             await self.transfer.aclose()
+        await self.tier.aclose()
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self.engine.aclose()

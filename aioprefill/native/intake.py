@@ -62,6 +62,9 @@ class Intake:
         """The answer that a `wait` pause owes."""
         self._swap: tuple[asyncio.Future[None], asyncio.Future[Any]] | None = None
         """A swap of weights on the device, and the answer that it owes."""
+        self._swapped_in = ""
+        self.on_weights: Callable[[str], None] = lambda _: None
+        """Called with the fingerprint of new weights when they are in place and the cache is empty."""
 
     def bind(self, wake: Callable[[], None]) -> None:
         """`wake` has the loop ingest again."""
@@ -247,6 +250,7 @@ class Intake:
     def _begin_swap(self, staged: Any, owed: asyncio.Future[Any]) -> None:
         swap: concurrent.futures.Future[None] = self._engine.swap_weights(staged)
         self.pause.swapping = True
+        self._swapped_in = self._engine.weights_fingerprint(staged)
         self._swap = asyncio.wrap_future(swap), owed
         self._swap[0].add_done_callback(lambda _: self._wake())
 
@@ -260,6 +264,7 @@ class Intake:
         if error is None:
             self.weight_version += 1
             self._memory.flush()
+            self.on_weights(self._swapped_in)
             for request in self._ledger.requests.values():
                 request.cacheable = request.cacheable and request.computed == 0 and request.in_flight == 0
             answer: dict[str, Any] = {"weight_version": self.weight_version}
