@@ -97,6 +97,11 @@ class PrefillService:
         """Requests that wait for their outcome."""
         return sum(map(len, self._live.values()))
 
+    @property
+    def commands(self) -> int:
+        """Control commands that wait for their effect."""
+        return 0 if self._desk is None else self._desk.under_way
+
     async def __aenter__(self) -> Self:
         self.start()
         return self
