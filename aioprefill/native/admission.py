@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Iterable
 
 from aioprefill.config import NativeConfig
 from aioprefill.errors import RequestTimeout
@@ -25,6 +25,10 @@ class Admission:
         self._max_wait_s = config.policy_max_wait_s
         self._refuses = config.late_deadlines == "refuse"
         self._memory = memory
+        self.on_earlier: Callable[[], None] = lambda: None
+        """Called when `next_refusal` may have moved forward: who sleeps until then must look again."""
+        self._dated: list[Request] = []
+        """Requests with a deadline that may be refused."""
         self._looked_up: deque[Request] = deque()
         """Oldest look first; requests that wait no longer are left out when their turn comes."""
 
@@ -63,23 +67,28 @@ class Admission:
 
     # Deadlines
 
-    def refused(self, waiting: Iterable[Request], now: float) -> list[tuple[Request, RequestTimeout]]:
+    def watch(self, request: Request) -> None:
+        """A request with a deadline has come."""
+        if self._refuses:
+            self._dated.append(request)
+            self.on_earlier()
+
+    def refused(self, now: float) -> list[tuple[Request, RequestTimeout]]:
         """Waiting requests to give up, for their deadlines cannot be met; with the error they get."""
-        if not self._refuses:
-            return []
         outlook = self.outlook
         return [
             (request, _refusal(request, now, outlook))
-            for request in waiting
-            if hopeless(request, now, outlook)
+            for request in self._dated
+            if request.waits and hopeless(request, now, outlook)
         ]
 
-    def next_refusal(self, waiting: Collection[Request]) -> float | None:
+    def next_refusal(self) -> float | None:
         """When `refused` finds somebody next, as things stand; None: never."""
-        if not self._refuses:
+        if not self._dated:
             return None
+        self._dated = [request for request in self._dated if not request.over]
         outlook = self.outlook
-        times = [hopeless_from(request, outlook) for request in waiting]
+        times = [hopeless_from(request, outlook) for request in self._dated if request.waits]
         return min((time for time in times if time is not None), default=None)
 
 

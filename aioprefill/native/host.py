@@ -18,7 +18,14 @@ from aioprefill.completion import Completion
 from aioprefill.config import NativeConfig
 from aioprefill.engine.grammar_port import GrammarSource, MaskWords
 from aioprefill.engine.port import Engine, EngineForward, SampledToken, Span
-from aioprefill.errors import AioprefillError, DeviceError, HostError, PeerError, RequestAborted
+from aioprefill.errors import (
+    AioprefillError,
+    DeviceError,
+    HostError,
+    PeerError,
+    RequestAborted,
+    RequestTimeout,
+)
 from aioprefill.host import Hold, Ingested, Progress, Wake
 from aioprefill.native import optimistic
 from aioprefill.native.admission import Admission
@@ -99,6 +106,7 @@ class NativeHost:
             self.config.max_chunk_share,
         )
         self.admission = Admission(self.config, self.memory)
+        self.ledger.on_deadline = self.admission.watch
         self._bootstrapped: list[Request] = []
         self._forwards: deque[NativeForward] = deque()
         self.intake = Intake(
@@ -126,7 +134,7 @@ class NativeHost:
         self.frontend.bind(wake.input, asyncio.get_running_loop().time, self.engine.stage_weights)
         self.intake.bind(wake.input)
         self.tier.bind(wake.admission)
-        self.timers.on_earlier = wake.transfers
+        self.timers.on_earlier = self.admission.on_earlier = wake.transfers
         if self.transfer is not None:
             self.transfer.start(wake.transfers)
 
@@ -174,7 +182,7 @@ class NativeHost:
             pieces = plan(self.ledger.under_way.values(), (), self._limits, self.ledger.admit)
             self.intake.finish_wait(idle=not pieces and not self._forwards)
             return NativeBatch(pieces) if pieces else None
-        self._refuse_late(now)
+        self._fail_late(self.admission.refused(now))
         waiting = self.admission.order(self.ledger.waiting.values(), now)
         ready, early = optimistic.split(self.ledger.under_way.values())
         if self.config.optimistic:
@@ -182,9 +190,9 @@ class NativeHost:
             eligible = [r for r in self.ledger.bootstrapping.values() if r.early_launches < attempts]
             early += self.admission.order(eligible, now)
         may_pass = partial(self.admission.may_pass, now)
-        admit = partial(self._admit, now, [])
+        give_pages = partial(self._admit, now, [])
         waiting = [request for request in waiting + early if request.grammar_ready]
-        pieces = plan(ready, self.tier.gate(now, waiting), self._limits, admit, may_pass)
+        pieces = plan(ready, self.tier.gate(now, waiting), self._limits, give_pages, may_pass)
         return NativeBatch(pieces) if pieces else None
 
     def _admit(self, now: float, yielded: list[Request], request: Request) -> bool:
@@ -203,10 +211,10 @@ class NativeHost:
             self.timers.enter(victim, Stage.HANDSHAKE, now, since=victim.handle.arrival_s)
         return request not in yielded
 
-    def _refuse_late(self, now: float) -> None:
-        for queue in (self.ledger.waiting, self.ledger.bootstrapping):
-            for request, error in self.admission.refused(queue.values(), now):
-                self.ledger.fail(request, error)
+    def _fail_late(self, late: list[tuple[Request, RequestTimeout]]) -> int:
+        for request, error in late:
+            self.ledger.fail(request, error)
+        return len(late)
 
     def _settle(self, forward: NativeForward) -> None:
         """Chunk bookkeeping: prompts whose chunk is launched may go on with the next one."""
@@ -307,10 +315,8 @@ class NativeHost:
     def progress_transfers(self, now: float) -> Progress:
         """See `PrefillHost.progress_transfers`."""
         available = self.memory.pool.available
-        late = self.timers.expired(now)
-        for over, error in late:
-            self.ledger.fail(over, error)
-        retired, failed = 0, len(late)
+        retired = 0
+        failed = self._fail_late(self.timers.expired(now)) + self._fail_late(self.admission.refused(now))
         for event in self.transfer.poll() if self.transfer is not None else ():
             request = self.ledger.requests.get(event.room)
             if request is None:
@@ -357,7 +363,8 @@ class NativeHost:
 
     def next_timer(self) -> float | None:
         """See `PrefillHost.next_timer`. The transfer keeps its own timers."""
-        return self.timers.next()
+        times = (self.timers.next(), self.admission.next_refusal())
+        return min((time for time in times if time is not None), default=None)
 
     def begin_drain(self, now: float) -> None:
         """See `PrefillHost.begin_drain`."""

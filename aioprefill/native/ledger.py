@@ -57,6 +57,8 @@ class Ledger:
         self.totals = Totals()
         self.on_left_queue: Callable[[Request], None] = lambda _: None
         """Called when a request waits no more: admitted, or failed."""
+        self.on_deadline: Callable[[Request], None] = lambda _: None
+        """Called when a request with a deadline has come."""
         self.requests: dict[str, Request] = {}
         """All of them, in order of arrival."""
         self.bootstrapping: dict[str, Request] = {}
@@ -81,6 +83,8 @@ class Ledger:
         self.totals.requests += 1
         queue = self.bootstrapping if request.state is State.BOOTSTRAPPING else self.waiting
         queue[request.request_id] = request
+        if request.due_s is not None:
+            self.on_deadline(request)
 
     def admit(self, request: Request) -> bool:
         """Give a waiting request its pages; False: not enough now."""
