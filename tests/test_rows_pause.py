@@ -562,6 +562,21 @@ async def test_A6_abort_by_prefix_and_abort_all_reach_queued_launched_and_transf
         await settle()
 
 
+@virtual_time
+async def test_A2_an_abort_behind_a_held_pause_is_applied_before_the_result_is_published() -> None:
+    """The result comes first in the step, the held input after it; the abort was there before both."""
+    async with World() as w:
+        handle = w.submit(60, "a", peer=None)
+        await settle()
+        pausing = asyncio.ensure_future(w.scheduler.pause())
+        await settle()
+        handle.abort("in time")
+        await w.complete(0)
+        with pytest.raises(RequestAborted, match="in time"):
+            await handle
+        await pausing
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("held", [False, True])
 def test_S1_shutdown_processes_launched_forwards_also_with_a_held_pause_in_front(
