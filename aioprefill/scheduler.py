@@ -75,6 +75,10 @@ class PrefillScheduler:
         self._failure = ""
         self._turn = asyncio.Lock()
         """Pauses, resumes and weight updates are queued in the order of their calls."""
+        self._drained = False
+        """A drain has ended: a later one has nothing to wait for, though a forward may still hang."""
+        self._late: set[str] = set()
+        """Requests that were dropped at the deadline of a drain."""
         self._mode: PauseMode | None = None
         self._pausing = 0
         self._runner: asyncio.Task[None] | None = None
@@ -271,19 +275,26 @@ class PrefillScheduler:
             self._pipeline.drain()
             core.calls.begin_drain()
             core.take_input()
-        still_open = set(self._host.open_requests())
-        dropped = [request_id for request_id in before if request_id not in still_open]
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                while self._running and (self._pipeline.result_pending or self._host.open_requests()):
-                    await core.signals.progress.wait()
-        late = tuple(self._host.open_requests())
-        dropped += late
+        launched = set(self._host.open_requests())
+        await self._wait_drained(core, timeout)
+        self._late.update(self._host.open_requests())
         core.calls.end_drain()
-        finished = tuple(
-            request_id for request_id in before if request_id in still_open and request_id not in late
+        self._drained = True
+        core.signals.progress.set()  # drains that wait longer have nothing to wait for any more
+        finished = launched - self._late
+        return DrainReport(
+            finished=tuple(request_id for request_id in before if request_id in finished),
+            dropped=tuple(request_id for request_id in before if request_id not in finished),
         )
-        return DrainReport(finished=finished, dropped=tuple(dropped))
+
+    async def _wait_drained(self, core: LoopCore, timeout_s: float | None) -> None:
+        """Return when nothing is open or in flight, at this or another drain's deadline, or at the end."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._running and not self._drained:
+                    if not self._pipeline.result_pending and not self._host.open_requests():
+                        return
+                    await core.signals.progress.wait()
 
     @property
     def _running(self) -> bool:

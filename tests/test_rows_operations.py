@@ -171,6 +171,22 @@ async def test_P7_pauses_resumes_and_updates_take_effect_in_the_order_of_their_c
 
 
 @virtual_time
+async def test_S1_drains_at_once_end_together_and_a_later_one_waits_for_nothing() -> None:
+    """Over a forward that never ends: the shorter deadline holds, and leaving the block waits no more."""
+    engine = FakeEngine()
+    loop = asyncio.get_running_loop()
+    async with PrefillScheduler(native(engine), SchedulerConfig(drain_timeout_s=500.0)) as scheduler:
+        scheduler.submit(PrefillRequest(prompt(9), request_id="stuck"))
+        await settle()
+        reports = await asyncio.gather(scheduler.drain(100.0), scheduler.drain(3.0))
+        assert loop.time() == 3.0
+        assert [report.dropped for report in reports] == [("stuck",), ("stuck",)]
+        assert [report.finished for report in reports] == [(), ()]
+        assert (await scheduler.drain(50.0)).dropped == ()
+    assert loop.time() == 3.0
+
+
+@virtual_time
 async def test_A6_an_exact_abort_takes_the_one_request_and_says_when_there_is_none() -> None:
     """A longer id with the same beginning lives on."""
     engine = FakeEngine()
