@@ -22,6 +22,7 @@ from aioprefill.config import COMMANDS, GenerateConfig
 from aioprefill.config_option import all_options
 from aioprefill.engine.model_text import ModelText
 from aioprefill.errors import ConfigError, InvalidRequest
+from aioprefill.request import Timeouts
 from aioprefill.sampling_params import SamplingParams
 
 CLEAN = {"XDG_CONFIG_HOME": "/nonexistent", "COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
@@ -245,11 +246,13 @@ async def test_generate_streams_text(embedded_model, capsys):
 @pytest.mark.asyncio
 async def test_generate_json_and_chat(embedded_model, capsys):
     """--json prints one object with text, counts and times; --chat applies the template."""
-    job = Job("Hi", True, SamplingParams(logprobs=2), 64, False, True)
+    timeouts = Timeouts(queue_s=3.0, transfer_s=4.0)
+    job = Job("Hi", True, SamplingParams(logprobs=2), 64, False, True, timeouts)
     code, request = await generated(embedded_model, job, "Hello there")
     found = json.loads(capsys.readouterr().out)
     assert (code, found["text"], found["finish_reason"]) == (0, "Hello there", "eos")
     assert found["new_tokens"] == len(found["token_ids"]) == 2
+    assert found["weight_versions"] == [0] and request.timeouts == timeouts
     assert found["kv_bytes"] == 4096 and found["transferred_ms"] == pytest.approx(9, abs=1)
     assert [top["token_id"] for top in found["first_token"]["top_logprobs"]] == [7, 8]
     text = ModelText(embedded_model.path)

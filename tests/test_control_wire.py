@@ -11,7 +11,17 @@ from operations_wire import Served, served
 from wire_fakes import FakeDecode, FakeScheduler, RawClient, welcome
 from wire_support import LOOPS, run, wait_until, zmq_context
 
-from aioprefill.errors import ControlError, HostError, ModelError, QueueFull, RequestAborted, WireError
+from aioprefill.errors import (
+    ControlError,
+    HostError,
+    InvalidRequest,
+    ModelError,
+    QueueFull,
+    RequestAborted,
+    RequestTimeout,
+    WireError,
+)
+from aioprefill.request import Timeouts
 from aioprefill.wire.client import PairClient
 from aioprefill.wire.control_desk import MAX_PER_CLIENT
 from aioprefill.wire.messages import Control, ControlDone, Failed, Hello, Ping, Pong, decode, encode
@@ -347,5 +357,23 @@ def test_P7_tokens_carry_the_versions_of_the_weights(run):
                 await asyncio.sleep(0.002)
         assert (await long.first_token()).weight_versions == (0, 1)
         assert (await fresh.first_token()).weight_versions == (1,)
+
+    operated(run, body)
+
+
+def test_A5_a_requests_own_timeouts_travel_with_it(run):
+    """It ends by its own limit, over a forward that never ends; a senseless limit is refused by name."""
+
+    async def body(it, client):
+        await launched(it, client, 2)
+        impatient = client.submit([7] * 10, handoff=False, timeouts=Timeouts(queue_s=0.05))
+        patient = client.submit([8] * 10, handoff=False)
+        with pytest.raises(RequestTimeout, match="its queue timeout of 0.05 s"):
+            await impatient.first_token()
+        with pytest.raises(InvalidRequest) as caught:
+            await client.submit([9], handoff=False, timeouts=Timeouts(transfer_s=-1.0)).first_token()
+        assert caught.value.field == "timeouts.transfer_s"
+        assert not patient.prefill_done
+        patient.abort()
 
     operated(run, body)

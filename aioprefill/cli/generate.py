@@ -34,10 +34,10 @@ _EXAMPLES = (
 )
 _INTERRUPTED = 130
 
-Limit = Annotated[
-    float | None,
-    typer.Option(metavar="SECONDS", help="Limit of this stage for this request. Default: the server's."),
-]
+
+def _limit(stage: str) -> Any:
+    text = f"Give up when the request is {stage} for longer. Default: the server's limit."
+    return typer.Option(metavar="SECONDS", help=text, rich_help_panel="Timeouts of this request")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +73,10 @@ def generate(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on where the model would end.")
     ] = False,
-    queue_timeout_s: Limit = None,
-    handshake_timeout_s: Limit = None,
-    running_timeout_s: Limit = None,
-    transfer_timeout_s: Limit = None,
+    queue_timeout_s: Annotated[float | None, _limit("queued, its handshake done,")] = None,
+    handshake_timeout_s: Annotated[float | None, _limit("in its handshake with the decode worker")] = None,
+    running_timeout_s: Annotated[float | None, _limit("being prefilled")] = None,
+    transfer_timeout_s: Annotated[float | None, _limit("handing its KV over")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> int:
     """Send a prompt to a running pair and stream what it generates."""
@@ -85,7 +85,12 @@ def generate(
     if max_new_tokens < 1:
         raise InvalidRequest("max_new_tokens", f"must be at least 1, got {max_new_tokens}")
     text = _read_prompt(prompt)
-    timeouts = Timeouts(queue_timeout_s, handshake_timeout_s, running_timeout_s, transfer_timeout_s)
+    timeouts = Timeouts(
+        queue_s=queue_timeout_s,
+        handshake_s=handshake_timeout_s,
+        running_s=running_timeout_s,
+        transfer_s=transfer_timeout_s,
+    )
     job = Job(text, chat, sampling, max_new_tokens, ignore_eos, json, timeouts)
     config = settings.build(GenerateConfig)
     logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
