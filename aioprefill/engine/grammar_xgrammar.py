@@ -70,7 +70,9 @@ class XGrammar:
 
     def __init__(self, compiled: Any, vocab_size: int, *, ends_by_itself: bool) -> None:
         self._compiled = compiled
-        self._words = -(-vocab_size // 32)
+        bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+        bits[:vocab_size] = 1
+        self._all: MaskWords = np.packbits(bits, bitorder="little").view(np.int32)
         self._ends_by_itself = ends_by_itself
         self.first_mask: MaskWords = self.matcher().mask()
         self.size: int = compiled.memory_size_bytes + self.first_mask.nbytes
@@ -78,15 +80,15 @@ class XGrammar:
     def matcher(self) -> XGrammarMatcher:
         """See `CompiledGrammar.matcher`."""
         matcher = xgrammar.GrammarMatcher(self._compiled, terminate_without_stop_token=self._ends_by_itself)
-        return XGrammarMatcher(matcher, self._words)
+        return XGrammarMatcher(matcher, self._all)
 
 
 class XGrammarMatcher:
     """Implements `Matcher`."""
 
-    def __init__(self, matcher: Any, words: int) -> None:
+    def __init__(self, matcher: Any, everything: MaskWords) -> None:
         self._matcher = matcher
-        self._words = words
+        self._all = everything
 
     @property
     def over(self) -> bool:
@@ -99,13 +101,13 @@ class XGrammarMatcher:
 
     def mask(self) -> MaskWords:
         """See `Matcher.mask`. Should xgrammar fail, nothing is allowed; the token that comes will not fit."""
-        words: npt.NDArray[np.int32] = np.full((1, self._words), -1, dtype=np.int32)
+        words: npt.NDArray[np.int32] = np.full((1, len(self._all)), -1, dtype=np.int32)
         try:
             self._matcher.fill_next_token_bitmask(words)
         except RuntimeError as err:
             logger.error("no token mask: %s", _message(err))
             words[:] = 0
-        row: MaskWords = words[0]
+        row: MaskWords = words[0] & self._all  # xgrammar leaves what lies behind the vocabulary as it is
         return row
 
 
