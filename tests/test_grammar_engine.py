@@ -168,6 +168,19 @@ def test_what_does_not_compile_is_refused_by_the_field_s_name_with_xgrammar_s_wo
     assert caught.value.field == kind
 
 
+def test_json_has_no_control_characters_in_strings_of_bounded_length_either(
+    compiler: XGrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    """xgrammar's own rule for such strings allows them; a regular expression still may."""
+    ids = {tokenizer.encode(chr(code)).ids[0] for code in range(32)}
+    matcher = compiler.compile(GrammarSpec("json_schema", '{"type": "string", "maxLength": 6}')).matcher()
+    assert matcher.accept(tokenizer.token_to_id('"'))
+    allowed = set(tokens_of(matcher.mask()))
+    assert len(ids) == 32 and not ids & allowed and tokenizer.token_to_id("a") in allowed
+    anything = compiler.compile(GrammarSpec("regex", r"[^a]"))
+    assert ids <= set(tokens_of(anything.first_mask))
+
+
 def test_special_tokens_are_no_text(tmp_path: Path) -> None:
     """A grammar that matches the text of one does not allow the token itself, which users never see."""
     tokenizer = Tokenizer.from_str(

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 # "[12:34:56] /where/it/was/built.cc:94: "
 _ORIGIN = re.compile(r"^\[\d\d:\d\d:\d\d\] \S+:\d+: ")
 _LONGEST_MESSAGE = 500
+_CONTROL = re.compile(rb"[\x00-\x1f]")
 
 
 class XGrammarCompiler:
@@ -40,8 +41,9 @@ class XGrammarCompiler:
             eos_token_ids, vocab_size = (vocab_size,), vocab_size + 1
         info = _tokenizer_info(load_tokenizer(folder), vocab_size, list(eos_token_ids))
         self._vocab_size = vocab_size
-        # one thread each, for serving goes on meanwhile; and the cache is ours, which is bounded
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        self._compiler = _compiler(info)
+        # xgrammar lets strings of bounded length have control characters, which no JSON on one line has
+        self._json_compiler = _compiler(_without(info, _CONTROL))
 
     def compile(self, spec: GrammarSpec) -> XGrammar:
         """See `engine.grammar.Compiler.compile`."""
@@ -58,7 +60,7 @@ class XGrammarCompiler:
         match spec.kind:
             case "json_schema":
                 # one line with fixed spacing: free white space has no end
-                return self._compiler.compile_json_schema(spec.text, any_whitespace=False)
+                return self._json_compiler.compile_json_schema(spec.text, any_whitespace=False)
             case "regex":
                 return self._compiler.compile_regex(spec.text)
             case "grammar":
@@ -119,13 +121,27 @@ def _tokenizer_info(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -
     for token_id, token in tokenizer.get_added_tokens_decoder().items():
         if token.special and token_id < vocab_size:
             texts[token_id] = b""
+    return _with_texts(found, texts)
+
+
+def _without(info: Any, unwanted: re.Pattern[bytes]) -> Any:
+    """The same, where tokens that contain something are never allowed."""
+    return _with_texts(info, [b"" if unwanted.search(text) else text for text in info.decoded_vocab])
+
+
+def _with_texts(info: Any, texts: list[bytes]) -> Any:
     return xgrammar.TokenizerInfo(
         texts,
         vocab_type=xgrammar.VocabType.RAW,
-        vocab_size=vocab_size,
-        stop_token_ids=eos_token_ids,
-        add_prefix_space=found.add_prefix_space,
+        vocab_size=info.vocab_size,
+        stop_token_ids=info.stop_token_ids,
+        add_prefix_space=info.add_prefix_space,
     )
+
+
+def _compiler(info: Any) -> Any:
+    """One thread each, for serving goes on meanwhile; and the cache is not here, but in the book."""
+    return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
 
 def _message(err: Exception) -> str:
