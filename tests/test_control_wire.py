@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
 import pytest
 import zmq
@@ -23,7 +24,7 @@ from aioprefill.errors import (
 )
 from aioprefill.request import Timeouts
 from aioprefill.wire.client import PairClient
-from aioprefill.wire.control_desk import MAX_PER_CLIENT
+from aioprefill.wire.control_desk import MAX_PER_CLIENT, MAX_UNDER_WAY, ControlDesk
 from aioprefill.wire.messages import Control, ControlDone, Failed, Hello, Ping, Pong, decode, encode
 from aioprefill.wire.pump import ZmqPump
 
@@ -239,7 +240,7 @@ def test_H4_commands_that_wait_are_bounded(run):
 
 
 def test_closing_the_service_answers_commands_that_wait(run):
-    """By the reason; so is one that had no time to begin."""
+    """By the reason, before the connection goes."""
 
     async def body(it, client):
         await launched(it, client)
@@ -368,7 +369,7 @@ def test_A5_a_requests_own_timeouts_travel_with_it(run):
         await launched(it, client, 2)
         impatient = client.submit([7] * 10, handoff=False, timeouts=Timeouts(queue_s=0.05))
         patient = client.submit([8] * 10, handoff=False)
-        with pytest.raises(RequestTimeout, match="its queue timeout of 0.05 s"):
+        with pytest.raises(RequestTimeout, match=r"its queue timeout of 0\.05 s"):
             await impatient.first_token()
         with pytest.raises(InvalidRequest) as caught:
             await client.submit([9], handoff=False, timeouts=Timeouts(transfer_s=-1.0)).first_token()
@@ -377,3 +378,45 @@ def test_A5_a_requests_own_timeouts_travel_with_it(run):
         patient.abort()
 
     operated(run, body)
+
+
+class Patient:
+    """What the desk operates in the next tests: a pause never ends, other commands end when told."""
+
+    def __init__(self):
+        self.may_end = asyncio.Event()
+
+    async def flush_cache(self):
+        await self.may_end.wait()
+        return {"pages_freed": 3, "folder": Path("/x")}
+
+
+@pytest.mark.asyncio
+async def test_a_command_that_had_no_time_to_begin_is_answered_too():
+    """The desk closes in the turn in which the command came; what comes later is refused by the same words."""
+    sent = []
+    desk = ControlDesk(Patient(), lambda *answer: sent.append(answer))
+    desk.on_control(b"a", Control("1", "flush_cache"))
+    await desk.aclose("it is over")
+    desk.on_control(b"a", Control("2", "flush_cache"))
+    await desk.aclose("again")
+    assert sent == [(b"a", Failed("host", "it is over", op_id=name)) for name in ("1", "2")]
+    assert desk.under_way == 0
+
+
+@pytest.mark.asyncio
+async def test_H4_commands_of_all_clients_together_are_bounded():
+    """64; there is room again when they have ended, and each answer went to its caller."""
+    sent = []
+    patient = Patient()
+    desk = ControlDesk(patient, lambda *answer: sent.append(answer))
+    for number in range(MAX_UNDER_WAY + 1):
+        desk.on_control(b"client %d" % (number % 6), Control(str(number), "flush_cache"))
+    assert [(who, answer.code, answer.op_id) for who, answer in sent] == [(b"client 4", "queue_full", "64")]
+    sent.clear()
+    patient.may_end.set()
+    await wait_until(lambda: desk.under_way == 0, "the end of all")
+    values = {"pages_freed": 3, "folder": "/x"}
+    assert sent == [(b"client %d" % (n % 6), ControlDone(str(n), values)) for n in range(MAX_UNDER_WAY)]
+    desk.on_control(b"client 1", Control("more", "flush_cache"))
+    await wait_until(lambda: len(sent) == MAX_UNDER_WAY + 1, "one more")
