@@ -393,7 +393,7 @@ class Patient:
 
 @pytest.mark.asyncio
 async def test_a_command_that_had_no_time_to_begin_is_answered_too():
-    """The desk closes in the turn in which the command came; what comes later is refused by the same words."""
+    """The desk closes in the turn in which the command came; what comes later is refused likewise."""
     sent = []
     desk = ControlDesk(Patient(), lambda *answer: sent.append(answer))
     desk.on_control(b"a", Control("1", "flush_cache"))
