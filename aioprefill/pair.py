@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from aioprefill.errors import HostError
+from aioprefill.process import ENDS_WITH_PARENT
 
 LOOPBACK = "tcp://127.0.0.1:0"
 STOP_TIMEOUT_S = 15.0
@@ -38,12 +39,12 @@ class ServerProcess:
             "aioprefill",
             command,
             *options,
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.PIPE,  # never written: it ends when we do, however that is
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             # its own group: Ctrl-C reaches only us, and we stop it in order
             start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", ENDS_WITH_PARENT: "1"},
         )
         return cls(command, process)
 

@@ -25,6 +25,10 @@ EXIT_SETTINGS = 2
 EXIT_STUCK = 3
 EXIT_FORCED = 4
 
+STDIN = 0
+ENDS_WITH_PARENT = "AIOPREFILL_ENDS_WITH_PARENT"
+"""Environment variable, "1" for servers that a program starts for itself (see `aioprefill.pair`)."""
+
 Main = Callable[["Process"], Coroutine[Any, Any, int]]
 
 
@@ -49,6 +53,18 @@ class Process:
             leave(EXIT_FORCED, f"{self.name}: {name} again, leaving at once; {self.report()}")
         logger.info("%s: %s, draining", self.name, name)
         self.stop.set()
+
+    def end_with_parent(self) -> None:
+        """Drain when standard input ends, as it does when the process that holds its other end is gone."""
+        loop = asyncio.get_running_loop()
+
+        def on_input() -> None:
+            if not os.read(STDIN, 4096):
+                loop.remove_reader(STDIN)
+                logger.info("%s: the parent process is gone, draining", self.name)
+                self.stop.set()
+
+        loop.add_reader(STDIN, on_input)
 
     def ready(self, endpoint: str, **facts: object) -> None:
         """Tell whoever started the process that it serves, in one line on stdout."""
@@ -89,6 +105,8 @@ def run_process(name: str, main: Main, *, log_level: str) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, process.on_signal, number)
+        if os.environ.get(ENDS_WITH_PARENT) == "1":
+            process.end_with_parent()
         try:
             code = await main(process)
         except Exception as err:

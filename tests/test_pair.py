@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from reference import Reference, compare
 
@@ -226,3 +228,36 @@ async def test_a_port_in_use_is_a_clear_error(tiny_llama: Path) -> None:
         await second.wait_ready()
     assert await second.stop() == 2
     assert await first.stop() == 0
+
+
+STARTER = """
+import asyncio, sys
+from aioprefill.pair import running_pair
+async def main():
+    async with running_pair(sys.argv[1:]) as pair:
+        print(pair.prefill.pid, pair.decode.pid, flush=True)
+        await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+async def test_a_pair_ends_with_the_program_that_started_it(tiny_llama: Path, number: int) -> None:
+    """Interrupted or killed: no process is left over."""
+    options = ("--model", str(tiny_llama), *FP32, "--kv-memory", "16MiB")
+    starter = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        STARTER,
+        *options,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    assert starter.stdout is not None
+    pids = [int(word) for word in (await starter.stdout.readline()).split()]
+    servers = [psutil.Process(pid) for pid in pids]
+    starter.send_signal(number)
+    await starter.wait()
+    gone, alive = await asyncio.to_thread(psutil.wait_procs, servers, timeout=20)
+    assert len(gone) == 2 and not alive
