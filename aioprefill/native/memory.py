@@ -10,7 +10,7 @@ from aioprefill.engine.port import PageIds, TokenIds
 from aioprefill.native.pages import PagePool
 from aioprefill.native.prefix_cache import PrefixCache
 from aioprefill.native.request_state import NO_PAGES, Request
-from aioprefill.native.tier.keys import PageKeys
+from aioprefill.native.tier.keys import Evicted, PageKeys
 
 
 class KVMemory:
@@ -64,7 +64,7 @@ class KVMemory:
         self.pool.drop(request.pages[::-1])
         request.pages = request.tree_pages = NO_PAGES
 
-    def save_evicted(self, keys: PageKeys, save: Callable[[PageIds, bytes], None]) -> None:
+    def save_evicted(self, keys: PageKeys, save: Callable[[Evicted], None]) -> None:
         """See `PrefixCache.save_evicted`."""
         assert self.cache is not None, "there is no prefix cache"
         self.cache.save_evicted(keys, save)

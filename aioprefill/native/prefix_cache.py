@@ -16,7 +16,7 @@ import numpy as np
 from aioprefill.engine.port import PageIds, TokenIds
 from aioprefill.native.pages import PagePool
 from aioprefill.native.request_state import NO_PAGES
-from aioprefill.native.tier.keys import DIGEST_BYTES, PageKeys
+from aioprefill.native.tier.keys import DIGEST_BYTES, Evicted, PageKeys
 
 TOKEN_BYTES = 4
 
@@ -49,7 +49,8 @@ class PrefixCache:
         self._lru: list[tuple[int, int, Node]] = []
         self._entries = 0
         self._keys: PageKeys | None = None
-        self._on_evict: Callable[[PageIds, bytes], None] | None = None
+        self._on_evict: Callable[[Evicted], None] | None = None
+        self._evicted: Evicted = []
         self.nodes = 0
         self.pages = 0
         """Pages in the tree."""
@@ -57,10 +58,10 @@ class PrefixCache:
     def __repr__(self) -> str:
         return f"<PrefixCache pages={self.pages} nodes={self.nodes}>"
 
-    def save_evicted(self, keys: PageKeys, save: Callable[[PageIds, bytes], None]) -> None:
-        """Call `save(pages, chain)` when pages are evicted, just before they become free.
+    def save_evicted(self, keys: PageKeys, save: Callable[[Evicted], None]) -> None:
+        """Call `save` at the end of each eviction, before anybody can take the pages.
 
-        `chain` has their digests, in order. For an empty tree only: it digests what is added to it.
+        For an empty tree only: it digests what is added to it.
         """
         assert not self.nodes, "what is in the tree has no digests"
         self._keys, self._on_evict = keys, save
@@ -148,6 +149,9 @@ class PrefixCache:
                 busy.append(entry)
         for entry in busy:
             heapq.heappush(self._lru, entry)
+        if self._on_evict is not None and self._evicted:
+            evicted, self._evicted = self._evicted, []
+            self._on_evict(evicted)
         return freed
 
     def clear(self) -> int:
@@ -225,7 +229,7 @@ class PrefixCache:
         keep = max(self._pool.held_among(node.pages), len(node.pages) - count)  # the held ones come first
         gone = node.pages[keep:]
         if self._on_evict is not None and len(gone):
-            self._on_evict(gone, node.chain[keep * DIGEST_BYTES :])
+            self._evicted.append((gone, node.chain[keep * DIGEST_BYTES :]))
             node.chain = node.chain[: keep * DIGEST_BYTES]
         self._pool.evict(gone[::-1])
         self.pages -= len(gone)

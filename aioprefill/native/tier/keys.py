@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import hashlib
 
+from aioprefill.engine.port import PageIds
 from aioprefill.kv_layout import KVLayout
 
 DIGEST_BYTES = 32
+Evicted = list[tuple[PageIds, bytes]]
+"""Runs of pages that one eviction takes, and their digests. What follows a page comes in an earlier run."""
 _FORMAT = "aioprefill prefix page 1"
 
 

@@ -15,13 +15,14 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from itertools import chain as joined
 
 import numpy as np
 
-from aioprefill.engine.port import Engine, PageCopy, PageIds
+from aioprefill.engine.port import Engine, PageCopy
 from aioprefill.errors import AioprefillError
 from aioprefill.native.tier.index import TierIndex
-from aioprefill.native.tier.keys import names
+from aioprefill.native.tier.keys import Evicted, names
 from aioprefill.native.tier.store import TierStore, WriteOutcome
 
 logger = logging.getLogger(__name__)
@@ -89,24 +90,26 @@ class PageSaver:
         """`time`: the loop's clock."""
         self._time = time
 
-    def save(self, pages: PageIds, chain: bytes) -> None:
-        """These pages, which have the digests of `chain`, are about to be overwritten."""
-        found = names(chain)
-        new = [number for number, name in enumerate(found) if not self._index.knows(name)]
+    def save(self, evicted: Evicted) -> None:
+        """These pages are about to be overwritten."""
         room = self._most_pending - self._pending_pages
         if not self.usable or self._time() < self._rest_until:
             room = 0
-        # a page is of no use without those before it; and the store lets go of the first written first
-        kept = new[: max(room, 0)][::-1]
-        self._counters.dropped += len(new) - len(kept)
+        # a page is of no use without those before it: what has no room is what follows
+        runs = [zip(pages.tolist(), names(chain), strict=True) for pages, chain in reversed(evicted)]
+        found = list(joined(*runs))
+        wanted = [item for item in found if not self._index.knows(item[1])]
+        kept = wanted[: max(room, 0)]
+        self._counters.dropped += len(wanted) - len(kept)
+        kept.reverse()  # and the store lets go first of what came first
+        for _, name in reversed(found):
+            self._index.touch(name)
         for at in range(0, len(kept), self._batch):
             part = kept[at : at + self._batch]
-            self._begin(pages[np.array(part, dtype=np.intp)], [found[number] for number in part])
-        for name in reversed(found):
-            self._index.touch(name)
+            self._begin([page for page, _ in part], [name for _, name in part])
         self.pump()
 
-    def _begin(self, pages: PageIds, group: list[str]) -> None:
+    def _begin(self, pages: list[int], group: list[str]) -> None:
         for number, name in enumerate(group):
             removed = self._index.begin_write(name, self._store.stored_bytes)
             if removed is None:
@@ -118,7 +121,7 @@ class PageSaver:
             return
         self._pending_pages += len(group)
         try:
-            copy = self._engine.read_pages(pages)
+            copy = self._engine.read_pages(np.array(pages, dtype=np.int32))
         except AioprefillError as err:
             self._end(group, WriteOutcome(0, str(err)))
             return
