@@ -55,6 +55,8 @@ class AbortMatching:
     reason: str
     exact: bool = False
     """`prefix` is the whole id of one request."""
+    matched: int = 0
+    """How many requests it named when it came; the frontend counts them."""
 
     def names(self, request_id: str) -> bool:
         """The request is one of those."""

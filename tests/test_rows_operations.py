@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from aioprefill.config import NativeConfig, SchedulerConfig
-from aioprefill.errors import ControlError, DeviceError, HostError
+from aioprefill.errors import ControlError, DeviceError, HostError, RequestAborted
 from aioprefill.health import Facts, verdict
 from aioprefill.native.host import NativeHost
 from aioprefill.request import PrefillRequest
@@ -168,6 +168,29 @@ async def test_P7_pauses_resumes_and_updates_take_effect_in_the_order_of_their_c
             assert done == ["abort"], "an abort waits for nobody's weights"
         assert done == ["abort", "first", "second", "pause", "resume"]
         assert engine.weights == 2 and host.intake.weight_version == 2
+
+
+@virtual_time
+async def test_A2_an_abort_of_many_behind_a_held_pause_comes_before_the_result() -> None:
+    """The result comes first in the step, the held input after it; the abort was there before both."""
+    engine = FakeEngine()
+    async with PrefillScheduler(native(engine)) as scheduler:
+        victims = [scheduler.submit(PrefillRequest(prompt(9, n), request_id=f"v{n}")) for n in range(2)]
+        other = scheduler.submit(PrefillRequest(prompt(9, 2), request_id="other"))
+        await settle()
+        pausing = asyncio.ensure_future(scheduler.pause())
+        await settle()
+        late = scheduler.submit(PrefillRequest(prompt(9, 3), request_id="v-late"))
+        aborting = asyncio.ensure_future(scheduler.abort_matching("v"))
+        await settle()
+        assert not aborting.done(), "held, behind the pause"
+        engine.forwards[0].complete()
+        for victim in (*victims, late):
+            with pytest.raises(RequestAborted, match="operator"):
+                await victim
+        assert await aborting == {"aborted": 3}
+        assert (await other).token_id >= 0
+        await pausing
 
 
 @virtual_time

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from aioprefill.config import NativeConfig
-from aioprefill.control import Command
+from aioprefill.control import AbortMatching, Command
 from aioprefill.engine.port import ModelSpec, TokenIds
 from aioprefill.errors import AioprefillError, InvalidRequest, QueueFull
 from aioprefill.native.grammar_gate import GrammarKnown
@@ -111,9 +111,18 @@ class Frontend:
     def control(self, command: Command) -> asyncio.Future[Any]:
         """Queue a command; its answer comes when it has taken effect. Cancelling that undoes nothing."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if isinstance(command, AbortMatching):
+            command = self._mark(command)
         self.inbox.append(Controlled(command, answer))
         self._wake()
         return answer
+
+    def _mark(self, command: AbortMatching) -> AbortMatching:
+        """An abort of many counts before results are published, too, also while it is held behind a pause."""
+        named = [name for name, handle in self._live.items() if command.names(name) and not handle.done]
+        for request_id in named:
+            self.aborting.setdefault(request_id, command.reason)
+        return replace(command, matched=len(named))
 
     async def stage_weights(self, folder: Path) -> Any:
         """Read and examine new weights, off the loop. Raises `ModelError` when they do not fit."""

@@ -199,7 +199,8 @@ class Intake:
             case FlushCache():
                 return {"pages_freed": self._memory.flush()}, 0
             case AbortMatching():
-                return {"aborted": self._abort_matching(command)}, 0
+                self._abort_matching(command)
+                return {"aborted": command.matched}, 0
 
     def _pause(
         self, now: float, mode: PauseMode, owed: asyncio.Future[Any]
