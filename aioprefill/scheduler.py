@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
-from pathlib import Path
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from aioprefill.config import SchedulerConfig
-from aioprefill.control import AbortMatching, Command, FlushCache, Pause, PauseMode, Resume, UpdateWeights
-from aioprefill.errors import AioprefillError, ControlError, HostError, RequestAborted
+from aioprefill.errors import AioprefillError, HostError, RequestAborted
 from aioprefill.health import Facts, verdict
 from aioprefill.host import DrainReport, PrefillHost, Wake
 from aioprefill.host_calls import CallMeter, HostCalls
 from aioprefill.intake_task import intake_task
 from aioprefill.loop_core import LoopCore
+from aioprefill.operations import Frontend, Operations
 from aioprefill.pipeline import Pipeline
 from aioprefill.prepare_task import prepare_task
 from aioprefill.request import PrefillHandle, PrefillRequest
@@ -29,29 +28,10 @@ from aioprefill.transfer_task import transfer_task
 
 logger = logging.getLogger(__name__)
 
-Answer = dict[str, Any]
-"""What a control command reports: numbers and short texts by name."""
-
 TASKS = (intake_task, prepare_task, result_task, transfer_task)
 
 
-class Frontend(Protocol):
-    """How requests get into a host that takes them by call (the native host has one)."""
-
-    def submit(self, request: PrefillRequest) -> PrefillHandle:
-        """Queue a request; see `PrefillScheduler.submit`."""
-
-    def abort(self, request_id: str, reason: str) -> None:
-        """Ask for a request to be given up; unknown ids are ignored."""
-
-    def control(self, command: Command) -> asyncio.Future[Any]:
-        """Queue a command; the future has its answer (a dict) when it has taken effect."""
-
-    async def stage_weights(self, folder: Path) -> Any:
-        """Read and examine weights, off the loop; for `UpdateWeights`. Raises `ModelError`."""
-
-
-class PrefillScheduler:
+class PrefillScheduler(Operations):
     """Runs a host's prefill loop on the current asyncio (or uvloop) loop.
 
         async with PrefillScheduler(host, config) as scheduler:
@@ -62,6 +42,7 @@ class PrefillScheduler:
     """
 
     def __init__(self, host: PrefillHost, config: SchedulerConfig | None = None) -> None:
+        super().__init__()
         self._host = host
         self._config = config or SchedulerConfig()
         self._pipeline = Pipeline()
@@ -73,14 +54,10 @@ class PrefillScheduler:
         self._ending = False
         """The loop is over, and its host is being closed: nothing can be asked of it any more."""
         self._failure = ""
-        self._turn = asyncio.Lock()
-        """Pauses, resumes and weight updates are queued in the order of their calls."""
         self._drained = False
         """A drain has ended: a later one has nothing to wait for, though a forward may still hang."""
         self._late: set[str] = set()
         """Requests that were dropped at the deadline of a drain."""
-        self._mode: PauseMode | None = None
-        self._pausing = 0
         self._runner: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -185,82 +162,7 @@ class PrefillScheduler:
             raise HostError(f"{type(self._host).__name__} takes requests by its own sockets, not by submit()")
         return frontend  # type: ignore[no-any-return]
 
-    # Control
-
-    async def pause(
-        self, mode: PauseMode | str = PauseMode.IN_PLACE, *, barrier: bool | None = None
-    ) -> Answer:
-        """Stop launching, as `mode` says; returns when it has taken effect.
-
-        With `barrier` it returns when every forward launched before is agreed complete on all ranks too, so
-        that nothing touches the weights; its result may stay unprocessed. Modes `wait` and `abort` are
-        always barriers. Raises `ControlError` when paused already, or the mode is unknown. Cancelling the
-        wait does not undo the pause.
-        """
-        try:
-            mode = PauseMode(mode)
-        except ValueError:
-            known = ", ".join(PauseMode)
-            raise ControlError(f"there is no pause mode {mode!r}: say one of {known}") from None
-        self._pausing += 1
-        try:
-            answer = await self._control_in_turn(Pause(mode))
-            self._mode = mode
-            if barrier or mode in (PauseMode.WAIT, PauseMode.ABORT):
-                await self._wait_agreed(self._pipeline.next_number)
-        finally:
-            self._pausing -= 1
-        return answer
-
-    async def resume(self) -> Answer:
-        """Go on after a pause. Raises `ControlError` when there is none."""
-        answer = await self._control_in_turn(Resume())
-        self._mode = None
-        return answer
-
-    async def update_weights(self, folder: Path | str) -> Answer:
-        """Serve with the weights of a folder of safetensors from now on; returns their version.
-
-        They are read and compared with the model first, off the loop; then swapped between two forwards,
-        with the prefix cache flushed. Requests may be queued and come in meanwhile. Pauses, resumes and
-        updates that are called later take effect later. Raises `ModelError` when the weights do not fit,
-        and the old ones go on serving. Cancelling it may leave either.
-        """
-        async with self._turn:
-            staged = await self._frontend.stage_weights(Path(folder))
-            answer = self._control(UpdateWeights(staged))
-        return await answer
-
-    async def flush_cache(self) -> Answer:
-        """Forget cached prefixes; how many pages came free."""
-        return await self._control(FlushCache())
-
-    async def abort_matching(
-        self, prefix: str, reason: str = "aborted by an operator", *, exact: bool = False
-    ) -> Answer:
-        """Abort every request whose id begins with `prefix`, in any state; "" is all. How many.
-
-        With `exact` the one whose id it is.
-        """
-        return await self._control(AbortMatching(prefix, reason, exact))
-
-    def _control(self, command: Command) -> Awaitable[Answer]:
-        """Queue a command; its answer is to come."""
-        if not self._running or self._pipeline.exiting:
-            raise ControlError("the scheduler is not running, or it drains")
-        return self._frontend.control(command)
-
-    async def _control_in_turn(self, command: Command) -> Answer:
-        async with self._turn:
-            answer = self._control(command)
-        return await answer
-
-    async def _wait_agreed(self, number: int) -> None:
-        """Return when every forward launched before `number` is agreed complete, or the loop has ended."""
-        core = self._core
-        assert core is not None
-        while self._running and not self._pipeline.agreed_before(number):
-            await core.signals.progress.wait()
+    # Shutdown
 
     async def drain(self, timeout: float | None = None) -> DrainReport:  # noqa: ASYNC109  part of the API
         """Launch nothing more; process what was launched, let transfers finish, up to `timeout` seconds.
@@ -336,8 +238,8 @@ class PrefillScheduler:
                 stall_limit_s=self._config.stall_limit_s,
                 draining=self._pipeline.exiting,
                 paused=self._pipeline.paused,
-                pausing=self._pausing > 0,
-                mode="" if self._mode is None else self._mode.value,
+                pausing=self.pausing,
+                mode=self.pause_mode,
             )
         )
 
