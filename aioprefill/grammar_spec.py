@@ -30,10 +30,12 @@ class GrammarSpec(msgspec.Struct, frozen=True):
     @property
     def size(self) -> int:
         """Bytes of the text."""
-        return len(self.text.encode("utf-8", "surrogatepass"))
+        return len(self.text.encode())
 
     def validate(self) -> None:
         """Raise `InvalidRequest` for what is wrong at a glance; compiling tells the rest."""
+        if any("\ud800" <= character <= "\udfff" for character in self.text):
+            raise InvalidRequest(self.kind, "is no valid text: it has half of a surrogate pair")
         if not self.text.strip():
             raise InvalidRequest(self.kind, "is empty")
         if self.size > MAX_GRAMMAR_BYTES:

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from aioprefill.cli.grammar_text import read_grammar
 from aioprefill.cli.model_progress import fetch_model
 from aioprefill.cli.settings_flags import NOTE, command
 from aioprefill.config import GenerateConfig
 from aioprefill.config_sources import Settings
 from aioprefill.errors import ConfigError, InvalidRequest
+from aioprefill.grammar_spec import GrammarSpec, one_grammar
 from aioprefill.request import Timeouts
 from aioprefill.sampling_params import SamplingParams
 
@@ -30,9 +32,11 @@ _EXAMPLES = (
     "`aioprefill generate 'The capital of France is'`\n\n"
     "`aioprefill generate --chat 'What is a prefix cache?' --temperature 0.7 --top-p 0.9 --seed 1`\n\n"
     "`aioprefill generate - --max-new-tokens 300 < prompt.txt`\n\n"
+    "`aioprefill generate --chat 'Name a city in France' --regex '[A-Z][a-z]{1,20}'`\n\n"
     "`aioprefill generate --json --logprobs 5 --max-new-tokens 1 'Once upon a'`\n\n" + NOTE
 )
 _INTERRUPTED = 130
+_OUTPUT = "Structured output, one of these"
 
 
 def _limit(stage: str) -> Any:
@@ -51,6 +55,7 @@ class Job:
     ignore_eos: bool
     json: bool
     timeouts: Timeouts = Timeouts()
+    grammar: GrammarSpec | None = None
 
 
 @command("generate")
@@ -73,6 +78,24 @@ def generate(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on where the model would end.")
     ] = False,
+    json_schema: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|TEXT", help="The output is JSON that fits this schema.", rich_help_panel=_OUTPUT
+        ),
+    ] = None,
+    regex: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATTERN", help="The output matches this regular expression.", rich_help_panel=_OUTPUT
+        ),
+    ] = None,
+    grammar: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|TEXT", help="The output matches this grammar (EBNF).", rich_help_panel=_OUTPUT
+        ),
+    ] = None,
     queue_timeout_s: Annotated[float | None, _limit("queued, its handshake done,")] = None,
     handshake_timeout_s: Annotated[float | None, _limit("in its handshake with the decode worker")] = None,
     running_timeout_s: Annotated[float | None, _limit("being prefilled")] = None,
@@ -84,6 +107,11 @@ def generate(
     sampling.validate()
     if max_new_tokens < 1:
         raise InvalidRequest("max_new_tokens", f"must be at least 1, got {max_new_tokens}")
+    demanded = one_grammar(
+        json_schema=read_grammar("json_schema", json_schema),
+        regex=regex,
+        grammar=read_grammar("grammar", grammar),
+    )
     text = _read_prompt(prompt)
     timeouts = Timeouts(
         queue_s=queue_timeout_s,
@@ -91,7 +119,7 @@ def generate(
         running_s=running_timeout_s,
         transfer_s=transfer_timeout_s,
     )
-    job = Job(text, chat, sampling, max_new_tokens, ignore_eos, json, timeouts)
+    job = Job(text, chat, sampling, max_new_tokens, ignore_eos, json, timeouts, demanded)
     config = settings.build(GenerateConfig)
     logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
@@ -127,6 +155,7 @@ async def run_generate(config: GenerateConfig, job: Job) -> int:
             sampling=job.sampling,
             max_new_tokens=job.max_new_tokens,
             ignore_eos=job.ignore_eos,
+            grammar=job.grammar,
             timeouts=job.timeouts,
         )
         made, pieces = await _read(stream, text, show=not job.json)

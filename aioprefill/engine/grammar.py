@@ -22,6 +22,8 @@ from aioprefill.grammar_spec import GrammarSpec
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0
+ENDING_S = 0.05
+"""For a thread that has told its outcome to end; those that are late are left behind."""
 
 
 class Compiler(Protocol):
@@ -31,11 +33,11 @@ class Compiler(Protocol):
         """Blocks. Raises `InvalidRequest` naming the field for what is no grammar."""
 
 
-Runner: TypeAlias = Callable[[Callable[[], Outcome], Callable[[Outcome], None]], None]
-"""Runs the first off the loop, and hands what it returns to the second on the loop."""
+Runner: TypeAlias = Callable[[Callable[[], Outcome], Callable[[Outcome], None]], threading.Thread | None]
+"""Runs the first off the loop, and hands what it returns to the second on the loop; its thread, if any."""
 
 
-def run_in_thread(work: Callable[[], Outcome], done: Callable[[Outcome], None]) -> None:
+def run_in_thread(work: Callable[[], Outcome], done: Callable[[Outcome], None]) -> threading.Thread:
     """A thread of its own. `done` is not called when the loop is closed before."""
     loop = asyncio.get_running_loop()
 
@@ -44,7 +46,9 @@ def run_in_thread(work: Callable[[], Outcome], done: Callable[[Outcome], None]) 
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(done, outcome)
 
-    threading.Thread(target=run, name="aioprefill-grammar", daemon=True).start()
+    thread = threading.Thread(target=run, name="aioprefill-grammar", daemon=True)
+    thread.start()
+    return thread
 
 
 class Grammars:
@@ -67,6 +71,7 @@ class Grammars:
         self._run = run
         self._lock = threading.Lock()
         self._compiler: Compiler | None = None
+        self._threads: list[threading.Thread] = []
         self._timers: dict[GrammarSpec, asyncio.TimerHandle] = {}
         self._changed = asyncio.Event()
         self._closed = False
@@ -113,13 +118,17 @@ class Grammars:
                 while not self.book.idle:
                     self._changed.clear()
                     await self._changed.wait()
+        for thread in self._threads:
+            thread.join(ENDING_S)
 
     def _start_next(self) -> None:
         while not self._closed and (spec := self.book.next_job()) is not None:
             self._start(spec)
 
     def _start(self, spec: GrammarSpec) -> None:
-        self._run(lambda: self._compile(spec), lambda outcome: self._compiled(spec, outcome))
+        thread = self._run(lambda: self._compile(spec), lambda outcome: self._compiled(spec, outcome))
+        if thread is not None:
+            self._threads = [other for other in self._threads if other.is_alive()] + [thread]
 
     def _compile(self, spec: GrammarSpec) -> Outcome:
         """In a thread. Whatever goes wrong is this grammar's outcome."""

@@ -115,8 +115,9 @@ class GrammarBook:
         self._queued.clear()
 
     def _keep(self, spec: GrammarSpec, grammar: CompiledGrammar) -> None:
+        before = self._kept.pop(spec, None)
         self._kept[spec] = grammar
-        self.size += grammar.size
+        self.size += grammar.size - (0 if before is None else before.size)
         while self._kept and (self.size > self._limits.size or len(self._kept) > self._limits.entries):
             _, gone = self._kept.popitem(last=False)
             self.size -= gone.size

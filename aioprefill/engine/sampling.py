@@ -116,10 +116,9 @@ class Sampler:
             return logits
         words = np.stack([mask() for _, mask in masked])
         words[~words.any(axis=1)] = -1
+        bits = np.unpackbits(~words.view(np.uint8), axis=1, bitorder="little", count=logits.shape[1])
         rows = to_device(np.array([i for i, _ in masked], dtype=np.int64))
-        shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
-        bits = (to_device(words)[:, :, None] >> shifts) & 1
-        forbidden = bits.flatten(1)[:, : logits.shape[1]] == 0
+        forbidden = to_device(bits.view(np.bool_))
         return logits.index_copy(0, rows, logits[rows].masked_fill(forbidden, -torch.inf))
 
     def tokens(self, sampled: Sampled) -> list[SampledToken]:
