@@ -1,7 +1,8 @@
 """A prefill process without a model, for tests: `operations_process.py DEVICE DRAIN_TIMEOUT_S`.
 
-DEVICE is "quick" (a forward takes 10 ms), "endless" (none ever completes) or "hung" (as endless, and a
-thread sits in a blocking call that nothing ends, as inside a device call or a collective).
+DEVICE is "quick" (a forward takes 10 ms), "endless" (none ever completes), "lost" (the first fails with a
+sticky error) or "hung" (as endless, and a thread sits in a blocking call that nothing ends, as inside a
+device call or a collective).
 """
 
 from __future__ import annotations
@@ -14,11 +15,22 @@ from collections.abc import Sequence
 
 from aioprefill.config import NativeConfig, SchedulerConfig, ServeConfig
 from aioprefill.engine.port import Span
+from aioprefill.errors import DeviceError
 from aioprefill.native import host as native_host
 from aioprefill.native.host import NativeHost
 from aioprefill.native.serve_host import serve_host
 from aioprefill.process import Process, run_process
 from aioprefill.testing.engine import FakeEngine, FakeEngineForward
+
+
+class LostEngine(FakeEngine):
+    """Its device is lost at the first forward."""
+
+    def launch(self, spans: Sequence[Span]) -> FakeEngineForward:
+        """See `Engine.launch`."""
+        forward = super().launch(spans)
+        forward.fail(DeviceError("cudaErrorIllegalAddress", "an illegal memory access", sticky=True))
+        return forward
 
 
 class HungEngine(FakeEngine):
@@ -51,9 +63,11 @@ def main() -> int:
     native_host.CLOSE_TIMEOUT_S = 0.2
 
     async def serve(process: Process) -> int:
-        engine = (
-            HungEngine() if device == "hung" else FakeEngine(duration_s=0.01 if device == "quick" else None)
-        )
+        special: dict[str, type[FakeEngine]] = {"hung": HungEngine, "lost": LostEngine}
+        if device in special:
+            engine = special[device]()
+        else:
+            engine = FakeEngine(duration_s=0.01 if device == "quick" else None)
         host = NativeHost(engine, None, NativeConfig(chunk_tokens=64, max_queue_requests=3))
         config = ServeConfig(
             listen="tcp://127.0.0.1:0",

@@ -9,7 +9,7 @@ import time
 import pytest
 from operations_support import FakeServe, fake_serve
 
-from aioprefill.errors import AioprefillError, RequestAborted, WireError
+from aioprefill.errors import AioprefillError, DeviceError, RequestAborted, WireError
 from aioprefill.wire.client import PairClient
 from aioprefill.wire.stream import TokenStream
 
@@ -102,6 +102,24 @@ async def test_S2_commands_that_wait_when_the_process_ends_are_answered() -> Non
                 await pausing
             assert not isinstance(caught.value, WireError), "it was answered, not lost"
         assert await asyncio.to_thread(server.wait) == 0
+
+
+@pytest.mark.asyncio
+async def test_S3_a_lost_device_answers_its_requests_and_ends_the_process_with_1() -> None:
+    """Each open request gets an answer, the one on the device by the error's name, which is logged too."""
+    with fake_serve("lost") as server:
+        async with PairClient(server.endpoint, timeout_s=10) as client:
+            await client.pause()
+            streams = [client.submit([n] * 64, handoff=False) for n in range(3)]
+            await client.ping()
+            await client.resume()
+            outcomes = await asyncio.gather(*(s.first_token() for s in streams), return_exceptions=True)
+        assert isinstance(outcomes[0], DeviceError) and outcomes[0].name == "cudaErrorIllegalAddress"
+        for outcome in outcomes[1:]:
+            assert isinstance(outcome, AioprefillError) and not isinstance(outcome, WireError)
+            assert "cudaErrorIllegalAddress" in str(outcome)
+        assert await asyncio.to_thread(server.wait) == 1
+        assert any("the loop stopped: cudaErrorIllegalAddress" in line for line in server.lines)
 
 
 def test_the_process_tells_where_it_serves() -> None:
