@@ -153,7 +153,7 @@ class NativeConfig(Checked):
         "response ratio, highest priority, or earliest deadline first.",
     )
     policy_max_wait_s: float = option(
-        40.0,
+        45.0,
         Seconds(0, 86_400),
         "Seconds after which a waiting request may not be passed by later ones, whatever the policy.",
     )

@@ -4,7 +4,7 @@ Chunked prefill with a token budget: prompts that are under way come first, then
 policy's order. Chunks but the last end on a page boundary, so that a KV chunk is a range of whole pages.
 
 Rules that keep a huge prompt from taking every chunk, and anybody from starving:
-- A prompt with more than `LONG_FORWARDS` forwards still to compute is long. All long ones together get at
+- A prompt that takes more than `LONG_FORWARDS` forwards is long. All long ones together get at
   most `share` of the budget, in equal parts, while others want tokens; what nobody else wants is theirs too.
 - At most `long_prompts` long ones are under way. Others wait, and may be passed by shorter ones, until they
   are overdue; then they are admitted all the same.
@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from aioprefill.native.policy import remaining
 from aioprefill.native.request_state import Request
 
 LONG_FORWARDS = 4
@@ -56,8 +55,9 @@ class Limits:
     long_prompts: int = LONG_PROMPTS
 
     def is_long(self, request: Request) -> bool:
-        """The prompt has many forwards to go."""
-        return self.share < 1 and remaining(request) > LONG_FORWARDS * self.tokens
+        """The prompt takes many forwards, as far as known; once admitted, it stays what it is."""
+        uncached = request.length - max(request.cached, request.expected_cached)
+        return self.share < 1 and uncached > LONG_FORWARDS * self.tokens
 
 
 def cut(request: Request, budget: int, page_size: int) -> Piece | None:
