@@ -483,7 +483,18 @@ async def test_the_size_limit_is_kept_and_the_oldest_go() -> None:
             await settle()
             assert len(w.store.pages) <= 5
         assert w.stat("tier_pages") == 5 == len(w.store.pages)
-        assert set(w.store.pages) <= set(stored(prompt("p4", 120))) | set(stored(prompt("p3", 120)))
+        assert set(w.store.pages) == set(list(stored(prompt("p4", 120)))[:5]), "beginnings are worth most"
+
+
+@virtual_time
+async def test_when_the_tier_is_full_a_prompt_loses_its_end_first() -> None:
+    """Room for nine pages: seven of the last prompt, and the beginning of the one before."""
+    async with world(num_pages=8, duration_s=1.0) as w:
+        w.tier.index.limit_bytes = 9 * LAYOUT.page_bytes
+        for number in range(3):
+            await w.submit(prompt(f"p{number}", 120), f"p{number}")
+        older, newer = (list(stored(prompt(name, 120))) for name in ("p0", "p1"))
+        assert set(w.store.pages) == set(newer) | set(older[:2])
 
 
 @virtual_time

@@ -77,7 +77,12 @@ def test_the_index_never_promises_more_than_the_limit() -> None:
     """Pages being written cannot be let go of, so a further one is refused."""
     index = TierIndex(250)
     assert index.begin_write("a", 100) == [] and index.begin_write("b", 100) == []
-    assert index.begin_write("c", 100) is None
+    assert index.room(100) == 0 and index.room(50) == 1
+    with pytest.raises(AssertionError, match="no room"):
+        index.begin_write("c", 100)
+    index.limit_bytes = 150
+    assert index.room(50) == 0
+    index.limit_bytes = 250
     index.check()
     with pytest.raises(AssertionError, match="written twice"):
         index.begin_write("a", 100)
@@ -103,7 +108,8 @@ def test_the_index_keeps_its_invariants(moves: list[tuple[str, int, int]]) -> No
     for move, number, size in moves:
         name = f"n{number}"
         if move == "w" and not index.knows(name):
-            if index.begin_write(name, size) is not None:
+            if index.room(size):
+                index.begin_write(name, size)
                 writing.add(name)
         elif move in "sf" and name in writing:
             writing.remove(name)

@@ -165,7 +165,7 @@ class DiskStore:
         return self.folder / (name + _SUFFIX)
 
     def _open(self) -> list[tuple[str, int]]:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             self._lock.acquire()
         except filelock.Timeout:

@@ -48,11 +48,14 @@ class TierIndex:
         if name in self._stored:
             self._stored[name] = self._stored.pop(name)
 
-    def begin_write(self, name: str, size: int) -> list[str] | None:
-        """Make room; the names to remove before the write. None: the limit is below a single page."""
+    def room(self, size: int) -> int:
+        """How many pages of `size` bytes may be written now; everything that is stored can go for them."""
+        return max(0, self.limit_bytes - sum(self._writing.values())) // size
+
+    def begin_write(self, name: str, size: int) -> list[str]:
+        """Make room, of which the caller has made sure; the names to remove before the write."""
         assert not self.knows(name), f"page {name} is written twice"
-        if size > self.limit_bytes - sum(self._writing.values()):
-            return None
+        assert self.room(size), f"no room for page {name}: {self!r}"
         removed = self._shrink(size)
         self._writing[name] = size
         self.bytes += size

@@ -183,7 +183,8 @@ class Prefetcher:
 
     def _arm(self) -> None:
         """Have admission look again when a deadline passes by the clock: an idle loop makes no steps."""
-        assert self._loop is not None
+        if self._loop is None:
+            return
         waiting = any(True for _ in self.book.active)
         if not waiting and self._timer is not None:
             self._timer.cancel()

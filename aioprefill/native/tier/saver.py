@@ -92,14 +92,14 @@ class PageSaver:
 
     def save(self, evicted: Evicted) -> None:
         """These pages are about to be overwritten."""
-        room = self._most_pending - self._pending_pages
+        room = min(self._most_pending - self._pending_pages, self._index.room(self._store.stored_bytes))
         if not self.usable or self._time() < self._rest_until:
             room = 0
         # a page is of no use without those before it: what has no room is what follows
         runs = [zip(pages.tolist(), names(chain), strict=True) for pages, chain in reversed(evicted)]
         found = list(joined(*runs))
         wanted = [item for item in found if not self._index.knows(item[1])]
-        kept = wanted[: max(room, 0)]
+        kept = wanted[:room]
         self._counters.dropped += len(wanted) - len(kept)
         kept.reverse()  # and the store lets go first of what came first
         for _, name in reversed(found):
@@ -110,15 +110,8 @@ class PageSaver:
         self.pump()
 
     def _begin(self, pages: list[int], group: list[str]) -> None:
-        for number, name in enumerate(group):
-            removed = self._index.begin_write(name, self._store.stored_bytes)
-            if removed is None:
-                self._counters.dropped += len(group) - number
-                pages, group = pages[:number], group[:number]
-                break
-            self._removals += removed
-        if not group:
-            return
+        for name in group:
+            self._removals += self._index.begin_write(name, self._store.stored_bytes)
         self._pending_pages += len(group)
         try:
             copy = self._engine.read_pages(np.array(pages, dtype=np.int32))
