@@ -182,14 +182,21 @@ async def test_an_abort_while_compiling_leaks_nothing() -> None:
 
 
 @virtual_time
-async def test_the_handshake_goes_on_while_the_grammar_compiles() -> None:
-    """The hand-off carries the grammar to the peer."""
+async def test_the_peer_hears_of_a_grammar_that_compiles_and_of_no_other() -> None:
+    """It would find fault with it too, and its answer could reach the client first."""
     async with world() as w:
-        handle = w.submit("x", "[0-9]", peer=PEER)
+        handle, bad = w.submit("x", "[0-9]", peer=PEER), w.submit("y", "bad", peer=PEER)
         await asyncio.sleep(1)
-        assert w.host.ledger.bootstrapping == {} and "x" in w.host.ledger.waiting
-        w.grammars.finish()
+        assert w.transfer.opened == []
+        w.grammars.finish(2)
         await handle.wait_transferred()
+        with pytest.raises(InvalidRequest):
+            await bad.wait_transferred()
+        assert [handoff.room for handoff in w.transfer.opened] == ["x"]
+        later = w.submit("z", "[0-9]", peer=PEER)
+        await settle()
+        assert len(w.transfer.opened) == 2, "known: at once"
+        await later.wait_transferred()
         assert w.transfer.opened[0].grammar == GrammarSpec("regex", "[0-9]")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import sys
 from collections import Counter
@@ -13,9 +14,11 @@ import numpy as np
 import psutil
 import pytest
 from reference import Reference, compare
+from tokenizers import Tokenizer
 
 from aioprefill.engine.model_files import ResolvedModel
 from aioprefill.errors import AioprefillError, InvalidRequest, PeerError, WireError
+from aioprefill.grammar_spec import GrammarSpec
 from aioprefill.pair import Pair, ServerProcess, running_pair
 from aioprefill.sampling_params import SamplingParams
 from aioprefill.testing.models import make_tiny_llama
@@ -95,6 +98,7 @@ async def test_the_pair_with_a_tiny_llama(tiny_llama: Path, capsys: pytest.Captu
         await check_answers(pair, tiny_llama, 512, capsys)
         await check_bad_input(pair)
         await check_sampling(pair)
+        await check_structured_output(pair, tiny_llama)
         await check_a_disconnecting_client(pair)
         await check_another_layout_is_refused(pair, tiny_llama)
         await check_a_killed_decode_worker(pair)
@@ -138,6 +142,30 @@ async def check_sampling(pair: Pair) -> None:
         ]
         results = await asyncio.gather(ask(client, prompt, sampling=sampling), *crowd)
         assert results[0][1] == alone
+
+
+async def check_structured_output(pair: Pair, folder: Path) -> None:
+    """Greedy and at random the whole output matches; a bad one is refused alone, with the field's name."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    pattern = r"[a-f]{2,5}-[0-9]{3}!"
+    grammar = GrammarSpec("regex", pattern)
+    async with PairClient(pair.prefill.endpoint, pair.decode.endpoint, timeout_s=30) as client:
+        with pytest.raises(InvalidRequest, match="regex: does not compile") as caught:
+            await client.submit([1], grammar=GrammarSpec("regex", "(a")).first_token()
+        assert caught.value.field == "regex"
+        plain = ask(client, np.arange(50))
+        answers = await asyncio.gather(
+            *(
+                ask(
+                    client, np.arange(n), grammar=grammar, max_new_tokens=40, sampling=SamplingParams(n / 4.0)
+                )
+                for n in range(1, 9)
+            )
+        )
+        assert len((await plain)[1]) == NEW_TOKENS
+    for _, tokens in answers:
+        text = tokenizer.decode([token for token in tokens if token != 256])
+        assert re.fullmatch(pattern, text), text
 
 
 async def check_a_disconnecting_client(pair: Pair) -> None:

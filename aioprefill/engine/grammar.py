@@ -88,7 +88,8 @@ class Grammars:
                 from aioprefill.engine.grammar_xgrammar import XGrammarCompiler
             except ImportError as err:
                 raise ConfigError(
-                    f"structured output needs xgrammar, which cannot be imported: {err}"
+                    f"structured output needs xgrammar, but importing it failed: {err}; "
+                    "install it with: pip install --no-deps 'xgrammar>=0.2.9,<0.3'"
                 ) from err
             return XGrammarCompiler(folder, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
 

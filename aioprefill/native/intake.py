@@ -88,6 +88,7 @@ class Intake:
                 self.abort(item.request_id, item.reason)
             elif isinstance(item, GrammarKnown):
                 self._gate.known(item)
+                self._connect(item.request)
             else:
                 consumed += self._control(now, item)
         held = self._is_held(hold)
@@ -139,10 +140,18 @@ class Intake:
             self._ledger.fail(request, RequestAborted("the scheduler is draining"))
         elif request.peer is not None:
             self._timers.enter(request, Stage.HANDSHAKE, now)
-            self._handshake(request, request.peer)
         else:
             self._timers.enter(request, Stage.QUEUE, now)
         self._gate.arrived(request)
+        self._connect(request)
+
+    def _connect(self, request: Request) -> None:
+        """Begin the handshake, if there is one to make: not before the grammar is known to be right.
+
+        Else the peer would find fault with it too, and its answer might reach the client first.
+        """
+        if request.peer is not None and request.grammar_ready and not request.over:
+            self._handshake(request, request.peer)
 
     def _handshake(self, request: Request, peer: str) -> None:
         if self._transfer is None:
