@@ -20,6 +20,7 @@ from aioprefill.errors import (
     RequestTimeout,
     WireError,
 )
+from aioprefill.grammar_spec import GrammarSpec
 from aioprefill.host import DrainReport, PrefillHost
 from aioprefill.request import HandoffResult, PrefillHandle, PrefillRequest, PrefillResult
 from aioprefill.sampling_params import SamplingParams
@@ -34,6 +35,7 @@ __all__ = [
     "DeviceError",
     "DrainReport",
     "EngineConfig",
+    "GrammarSpec",
     "HandoffResult",
     "Health",
     "HostError",

@@ -25,6 +25,12 @@ from aioprefill.testing.grammars import FakeCompiler
 
 GREEDY = SamplingParams()
 VOCABULARY = 512
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    ),
+]
 EOS = 256
 
 
@@ -43,6 +49,7 @@ def mask_of(tokens: list[int], vocabulary: int = 70) -> MaskWords:
 # Sampling
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "params",
     [
@@ -54,16 +61,21 @@ def mask_of(tokens: list[int], vocabulary: int = 70) -> MaskWords:
     ],
 )
 def test_a_masked_row_gives_allowed_tokens_only_and_others_what_they_give_alone(
-    params: SamplingParams,
+    params: SamplingParams, device: str
 ) -> None:
     """However it is sampled; log-probabilities are those of the unmasked distribution."""
     logits = torch.randn(40, 70, generator=torch.Generator().manual_seed(0)) * 3
+    logits = logits.to(device)
+
+    def move(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
     allowed = [3, 31, 32, 63, 64, 69]
     plain = [SampleRow(i, i, params) for i in range(40)]
     mixed = [SampleRow(i, i, params, (lambda: mask_of(allowed)) if i % 2 else None) for i in range(40)]
-    alone = Sampler(plain).tokens(Sampler(plain).sample(logits.clone(), torch.from_numpy))
+    alone = Sampler(plain).tokens(Sampler(plain).sample(logits.clone(), move))
     sampler = Sampler(mixed)
-    together = sampler.tokens(sampler.sample(logits, torch.from_numpy))
+    together = sampler.tokens(sampler.sample(logits, move))
     logprobs = logits.log_softmax(-1)
     for i, (token, other) in enumerate(zip(together, alone, strict=True)):
         if i % 2:
@@ -205,10 +217,12 @@ async def ask(grammars: Grammars, spec: GrammarSpec) -> Outcome:
 
 @pytest.mark.asyncio
 async def test_compiling_does_not_block_the_loop(tiny_llama: Path) -> None:
-    """While one takes half a second or so, the loop turns; when it is known, asking costs nothing."""
+    """While one takes some tenths of a second, the loop turns; when it is known, asking costs nothing."""
     grammars = Grammars.for_model(tiny_llama, vocab_size=VOCABULARY, eos_token_ids=(EOS,), timeout_s=20)
     await ask(grammars, GrammarSpec("regex", "a"))
-    spec = GrammarSpec("regex", r"(a|b|[c-z]{1,50}){1,100}x[\w\s]{1,1000}")
+    generator = np.random.default_rng(1)
+    words = ["".join(generator.choice(list("abcdefgh"), 8)) for _ in range(6000)]
+    spec = GrammarSpec("regex", "|".join(words))
     asked = asyncio.ensure_future(ask(grammars, spec))
     gaps, last = [], time.perf_counter()
     while not asked.done():
@@ -218,7 +232,7 @@ async def test_compiling_does_not_block_the_loop(tiny_llama: Path) -> None:
         last = now
     outcome = await asked
     assert not isinstance(outcome, Exception) and outcome.size > 1000
-    assert sum(gaps) < 0.05 or max(gaps) < 0.5 * sum(gaps), f"{max(gaps)} of {sum(gaps)} s"
+    assert len(gaps) > 10 and max(gaps) < 0.5 * sum(gaps), f"{len(gaps)} turns, {max(gaps)} of {sum(gaps)} s"
     assert grammars.ask(spec, lambda _: None) is outcome
     await grammars.aclose()
     assert not [thread for thread in threading.enumerate() if thread.name == "aioprefill-grammar"]
