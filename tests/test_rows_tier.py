@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,8 +15,10 @@ import numpy as np
 import pytest
 
 from aioprefill.config import NativeConfig, SchedulerConfig
-from aioprefill.errors import ConfigError, RequestAborted
+from aioprefill.engine.port import PageCopy
+from aioprefill.errors import ConfigError, DeviceError, HostError, RequestAborted
 from aioprefill.native.host import NativeBatch, NativeForward, NativeHost
+from aioprefill.native.memory import KVMemory
 from aioprefill.native.tier.keys import PageKeys, names
 from aioprefill.native.tier.prefetch import DEADLINE_STEPS, LIMIT_S, Prefetch
 from aioprefill.native.tier.store import Blocks
@@ -23,7 +26,7 @@ from aioprefill.native.tier.tier import StorageTier
 from aioprefill.request import PrefillHandle, PrefillRequest
 from aioprefill.scheduler import PrefillScheduler
 from aioprefill.testing.clock import settle, virtual_time
-from aioprefill.testing.engine import FakeEngine, fake_spec
+from aioprefill.testing.engine import FakeEngine, FakePageCopy, fake_spec
 from aioprefill.testing.tier import MemoryStore
 
 PAGE = 16
@@ -522,3 +525,128 @@ def test_the_tier_needs_the_prefix_cache() -> None:
     """Settings that do not fit each other are refused."""
     with pytest.raises(ConfigError, match="prefix-cache"):
         NativeConfig(tier_dir=Path("x"), prefix_cache=False)
+
+
+# The device's side of it
+
+
+class SlowCopies(FakeEngine):
+    """Copies of pages are queued, ready and failed when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(num_pages=8, duration_s=1.0)
+        self.keep_kv = True
+        self.copies: list[tuple[concurrent.futures.Future[PageCopy], FakePageCopy]] = []
+        self.refuse = False
+
+    def read_pages(self, pages: np.ndarray) -> concurrent.futures.Future[PageCopy]:
+        """See `Engine.read_pages`."""
+        if self.refuse:
+            raise HostError("the engine is closed")
+        copied = super().read_pages(pages).result().blocks().copy()
+        copy = FakePageCopy(copied, is_ready=False)
+        future: concurrent.futures.Future[PageCopy] = concurrent.futures.Future()
+        self.copies.append((future, copy))
+        return future
+
+
+@asynccontextmanager
+async def saving() -> AsyncIterator[tuple[SlowCopies, StorageTier, KVMemory, MemoryStore]]:
+    """A tier without a host; 7 cached pages can be evicted."""
+    engine, store = SlowCopies(), MemoryStore(page_bytes=LAYOUT.page_bytes)
+    memory = KVMemory(8, PAGE, prefix_cache=True)
+    tier = StorageTier(store, 1 << 20, memory, engine)
+    tier.bind(lambda: None)
+    await settle()
+    assert memory.cache is not None
+    tokens = prompt("p", 7 * PAGE)
+    pages = memory.pool.take(7)
+    memory.cache.insert(tokens, pages)
+    memory.pool.drop(pages)
+    yield engine, tier, memory, store
+    await tier.aclose()
+    assert not tier.saver.busy and tier.saver._pending_pages == 0
+    tier.index.check()
+
+
+@virtual_time
+async def test_a_copy_goes_to_the_store_when_the_device_has_made_it_and_not_before() -> None:
+    """Queued, then ready: the host's own calls look, nothing waits."""
+    async with saving() as (engine, tier, memory, store):
+        memory.cache.evict(7)  # type: ignore[union-attr]
+        assert memory.pool.free == 8, "the pages are free at once"
+        future, copy = engine.copies[0]
+        tier.pump()
+        assert store.pages == {} and tier.saver.busy
+        future.set_result(copy)
+        tier.pump()
+        await settle()
+        assert store.pages == {}, "the device is still copying"
+        object.__setattr__(copy, "is_ready", True)
+        tier.pump()
+        await asyncio.sleep(0.1)
+        assert len(store.pages) == 7 and tier.counters.writes == 7
+
+
+@virtual_time
+async def test_closing_waits_for_copies_that_the_device_still_makes() -> None:
+    """The store's thread waits for the device, not the loop."""
+    async with saving() as (engine, _, memory, store):
+        memory.cache.evict(3)  # type: ignore[union-attr]
+        memory.cache.evict(3)  # type: ignore[union-attr]
+        for at, (future, copy) in enumerate(engine.copies):
+            asyncio.get_running_loop().call_later(1.0 + at, future.set_result, copy)
+    assert len(store.pages) == 6
+
+
+@virtual_time
+async def test_a_copy_that_fails_loses_its_pages_and_those_that_wait_behind_it() -> None:
+    """Counted; the tier rests, and nothing stays on its way."""
+    async with saving() as (engine, tier, memory, store):
+        memory.cache.evict(2)  # type: ignore[union-attr]
+        memory.cache.evict(2)  # type: ignore[union-attr]
+        engine.copies[0][0].set_exception(DeviceError("cudaErrorAssert", "lost", sticky=True))
+        tier.pump()
+        assert tier.counters.errors == 1 and tier.counters.dropped == 4 and not tier.saver.busy
+        await asyncio.sleep(31)
+        engine.refuse = True
+        memory.cache.evict(1)  # type: ignore[union-attr]
+        assert tier.counters.errors == 2 and tier.counters.dropped == 5
+        assert store.pages == {}
+
+
+@virtual_time
+async def test_a_store_whose_calls_break_costs_what_they_were_for() -> None:
+    """Bugs of a store are errors like others: a write, then a read."""
+
+    def broken(*_: Any) -> Any:
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        future.set_exception(ZeroDivisionError("a bug"))
+        return future
+
+    tokens = prompt("hit", 100)
+    async with world(stored(tokens), num_pages=8, duration_s=1.0) as w:
+        w.store.write = w.store.read = broken  # type: ignore[method-assign,assignment]
+        assert (await w.submit(tokens, "hit")).cached_tokens == 0
+        assert w.stat("tier_errors") == 1
+        await w.submit(prompt("other", 100), "other")
+        await w.submit(prompt("more", 100), "more")
+        await settle()
+        assert w.stat("tier_errors") == 2 and w.stat("tier_writes") == 0
+
+
+@virtual_time
+async def test_pages_whose_beginning_was_evicted_meanwhile_are_not_placed() -> None:
+    """The request is admitted, and computes."""
+    tokens = prompt("x", 150)
+    async with world(stored(tokens), read_s=None, duration_s=1.0) as w:
+        w.tier.prefetcher.keys = None
+        await w.submit(tokens[:70], "short")
+        w.tier.prefetcher.keys = w.tier._keys
+        hit = w.submit(tokens, "hit")
+        await settle()
+        assert w.prefetch("hit").first == 4
+        await w.scheduler.flush_cache()
+        w.store.reads[0]()
+        assert (await hit).cached_tokens == 0
+        assert w.stat("tier_hits") == 0
