@@ -17,7 +17,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q $(TORCH)
-	$(BIN)/pip install -q -e '.[native,dev]'
+	$(BIN)/pip install -q -e '.[native,bench,dev]'
 	$(BIN)/pip install -q --no-deps nixl==1.5.2 nixl-cu13==1.5.1 xgrammar==0.2.9
 	touch $@
 

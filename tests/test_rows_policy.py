@@ -135,7 +135,7 @@ def unattractive() -> PrefillRequest:
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "fcfs"])
 def test_F1_nobody_waits_past_the_bound_while_others_pass(policy: str) -> None:
-    """A flood of requests that the policy prefers: the one that it likes least comes when its bound is over."""
+    """A flood of requests that the policy prefers: the one it likes least comes when its bound is over."""
 
     async def main() -> None:
         engine = FakeEngine(num_pages=4096, duration_s=1.0)
