@@ -144,12 +144,15 @@ async def test_a_compilation_that_takes_too_long_fails_its_requests_and_serving_
     """At the limit, not before; others compile meanwhile; when it ends after all it is kept."""
     async with world(timeout_s=3.0, limits=GrammarLimits(running=1)) as w:
         slow = w.submit("slow", "slow")
-        await asyncio.sleep(2.9)
-        assert not slow.done
+        await asyncio.sleep(1)
+        other = w.submit("other", "o")
+        await asyncio.sleep(1.9)
+        assert not slow.done and len(w.grammars.running) == 1
         with pytest.raises(RequestTimeout, match=r"regex: not compiled within 3 s"):
             await slow
         assert asyncio.get_running_loop().time() == pytest.approx(3.0)
-        again, other = w.submit("again", "slow"), w.submit("other", "o")
+        assert len(w.grammars.running) == 2, "the next one began"
+        again = w.submit("again", "slow")
         with pytest.raises(RequestTimeout, match="still compiling"):
             await again
         await settle()
@@ -165,16 +168,17 @@ async def test_a_compilation_that_takes_too_long_fails_its_requests_and_serving_
 async def test_an_abort_while_compiling_leaks_nothing() -> None:
     """Its room and its place go at once; an id used again is not given the old one's grammar."""
     async with world() as w:
-        first = w.submit("x", "old", peer=PEER)
+        first, bad = w.submit("x", "old", peer=PEER), w.submit("bad", "bad", peer=PEER)
         await settle()
         first.abort("enough")
+        bad.abort("enough")
         with pytest.raises(RequestAborted, match="enough"):
             await first
         await settle()
         assert w.host.ledger.requests == {} and w.transfer.open_rooms == []
         second = w.submit("x", "new", peer=PEER)
         await settle()
-        w.grammars.finish()  # the old one
+        w.grammars.finish(2)  # the old ones
         await settle()
         assert w.launched() == [] and not second.done
         w.grammars.finish()
