@@ -70,10 +70,12 @@ def same(one: PrefillResult, two: PrefillResult) -> bool:
     return one.token_id == two.token_id and ids and bool(close)
 
 
-async def evict(scheduler: PrefillScheduler) -> None:
-    """Push earlier prompts out of the pool."""
+async def evict(scheduler: PrefillScheduler, host: NativeHost) -> None:
+    """Push earlier prompts out of the pool, and wait until they are on disk."""
     for seed in (100, 101):
         await run(scheduler, prompt(seed))
+    while host.tier.saver.busy:  # type: ignore[union-attr]  # noqa: ASYNC110  a condition, bounded by the world
+        await asyncio.sleep(0.001)
 
 
 @pytest.mark.asyncio
@@ -85,10 +87,10 @@ async def test_a_restart_finds_evicted_prefixes_and_gives_the_same_tokens(
     async with serving(tiny_llama, tier) as (scheduler, host):
         fresh = await run(scheduler, prompt(1))
         assert fresh.cached_tokens == 0
-        await evict(scheduler)
+        await evict(scheduler, host)
         again = await run(scheduler, prompt(1))
         assert again.cached_tokens == 40 * PAGE and same(again, fresh)
-        await evict(scheduler)
+        await evict(scheduler, host)
     files = list(tier.glob("*.safetensors"))
     assert len(files) >= 80
     async with serving(tiny_llama, tier) as (scheduler, host):
@@ -113,17 +115,17 @@ async def test_other_weights_never_use_a_tier_of_these(tiny_llama: Path, tmp_pat
     """A server of other weights on the same directory; and an update of the weights, to and from."""
     tier = tmp_path / "tier"
     other = make_tiny_llama(tmp_path / "other", seed=5)
-    async with serving(tiny_llama, tier) as (scheduler, _):
+    async with serving(tiny_llama, tier) as (scheduler, host):
         mine = await run(scheduler, prompt(1))
-        await evict(scheduler)
+        await evict(scheduler, host)
     async with serving(other, tier, fingerprint="other") as (scheduler, _):
         theirs = await run(scheduler, prompt(1))
         assert theirs.cached_tokens == 0 and not same(theirs, mine)
-    async with serving(tiny_llama, tier) as (scheduler, _):
+    async with serving(tiny_llama, tier) as (scheduler, host):
         await scheduler.update_weights(other)
         updated = await run(scheduler, prompt(1))
         assert updated.cached_tokens == 0 and same(updated, theirs)
-        await evict(scheduler)
+        await evict(scheduler, host)
         back = await run(scheduler, prompt(1))
         assert back.cached_tokens == 40 * PAGE and same(back, theirs)
     resolved = await asyncio.to_thread(resolve_model, str(other), cache_dir=tmp_path / "cache")
@@ -161,9 +163,7 @@ async def test_a_directory_deleted_while_running_costs_nothing_but_the_tier(
     tier = tmp_path / "tier"
     async with serving(tiny_llama, tier) as (scheduler, host):
         fresh = await run(scheduler, prompt(1))
-        await evict(scheduler)
-        while host.tier.saver.busy:  # type: ignore[union-attr]  # noqa: ASYNC110  a condition, bounded by the world
-            await asyncio.sleep(0.001)
+        await evict(scheduler, host)
         shutil.rmtree(tier)
         again = await run(scheduler, prompt(1))
         assert again.cached_tokens == 0 and same(again, fresh)
