@@ -34,14 +34,14 @@ class GrammarSpec(msgspec.Struct, frozen=True):
 
     def validate(self) -> None:
         """Raise `InvalidRequest` for what is wrong at a glance; compiling tells the rest."""
-        if any("\ud800" <= character <= "\udfff" for character in self.text):
-            raise InvalidRequest(self.kind, "is no valid text: it has half of a surrogate pair")
+        try:
+            size = self.size
+        except UnicodeEncodeError as err:
+            raise InvalidRequest(self.kind, f"is no valid text: {err}") from err
         if not self.text.strip():
             raise InvalidRequest(self.kind, "is empty")
-        if self.size > MAX_GRAMMAR_BYTES:
-            raise InvalidRequest(
-                self.kind, f"has {self.size:,} bytes, at most {MAX_GRAMMAR_BYTES:,} are taken"
-            )
+        if size > MAX_GRAMMAR_BYTES:
+            raise InvalidRequest(self.kind, f"has {size:,} bytes, at most {MAX_GRAMMAR_BYTES:,} are taken")
         if "\0" in self.text:
             raise InvalidRequest(self.kind, "contains a zero byte")
         if self.kind == "json_schema":
