@@ -216,12 +216,17 @@ async def test_L4_a_prefetch_that_becomes_ready_is_admitted_at_once_under_a_pend
 @virtual_time
 async def test_L7_on_an_idle_loop_a_clock_ends_the_wait_for_a_disk_that_hangs() -> None:
     """There are no steps to count when nothing else is there to do."""
-    tokens = prompt("hit", 100)
-    async with world(stored(tokens), read_s=None, duration_s=1.0) as w:
-        result = await w.submit(tokens, "hit")
-        assert result.cached_tokens == 0
-        assert LIMIT_S <= result.launched_s <= LIMIT_S + 0.1
-        assert w.stat("tier_expired") == 1
+    prompts = prompt("one", 100), prompt("two", 100)
+    pages = stored(prompts[0]) | stored(prompts[1])
+    async with world(pages, read_s=None, duration_s=1.0) as w:
+        one = w.submit(prompts[0], "one")
+        await asyncio.sleep(2.0)
+        two = w.submit(prompts[1], "two")
+        for handle in (one, two):
+            result = await handle
+            waited = result.launched_s - result.arrival_s
+            assert result.cached_tokens == 0 and LIMIT_S <= waited <= LIMIT_S + 0.1
+        assert w.stat("tier_expired") == 2
 
 
 @virtual_time

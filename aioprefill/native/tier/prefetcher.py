@@ -20,7 +20,7 @@ from aioprefill.native.memory import KVMemory
 from aioprefill.native.request_state import Request, State
 from aioprefill.native.tier.index import TierIndex
 from aioprefill.native.tier.keys import PageKeys
-from aioprefill.native.tier.prefetch import LIMIT_S, Prefetch, PrefetchBook
+from aioprefill.native.tier.prefetch import Prefetch, PrefetchBook
 from aioprefill.native.tier.saver import TierCounters
 from aioprefill.native.tier.store import Blocks, ReadOutcome, TierStore
 
@@ -185,12 +185,13 @@ class Prefetcher:
         """Have admission look again when a deadline passes by the clock: an idle loop makes no steps."""
         if self._loop is None:
             return
-        waiting = any(True for _ in self.book.active)
-        if not waiting and self._timer is not None:
+        first = next(self.book.active, None)
+        if first is None and self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if waiting and self._timer is None:
-            self._timer = self._loop.call_later(LIMIT_S + 0.01, self._ring)
+        if first is not None and self._timer is None:
+            # a little later, for timers fire early by the clock's resolution
+            self._timer = self._loop.call_at(max(first.until_s, self._loop.time()) + 0.01, self._ring)
 
     def _ring(self) -> None:
         self._timer = None
