@@ -22,23 +22,23 @@ from aioprefill.errors import (
     AioprefillError,
     DeviceError,
     HostError,
-    PeerError,
     RequestAborted,
     RequestTimeout,
 )
 from aioprefill.host import Hold, Ingested, Progress, Wake
-from aioprefill.native import optimistic
 from aioprefill.native.admission import Admission
+from aioprefill.native.batches import Batches
 from aioprefill.native.frontend import Arrival, Frontend
+from aioprefill.native.hand_offs import HandOffs
 from aioprefill.native.intake import Intake
 from aioprefill.native.ledger import Ledger
 from aioprefill.native.memory import KVMemory
-from aioprefill.native.planner import Limits, Piece, plan
-from aioprefill.native.request_state import Move, Request, State
+from aioprefill.native.planner import Piece
+from aioprefill.native.request_state import Move, Request
 from aioprefill.native.stage_timers import Stage, StageTimers
 from aioprefill.native.tier.store import TierStore
 from aioprefill.native.tier.tier import make_tier
-from aioprefill.transfer.port import KVTransfer, TransferEvent, TransferState
+from aioprefill.transfer.port import KVTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -99,15 +99,9 @@ class NativeHost:
         self.frontend = Frontend(engine.spec, engine.num_pages, self.config)
         self.timers = StageTimers(self.config)
         self.ledger = Ledger(self.frontend, self.memory, transfer, self._layout, self.timers)
-        self._limits = Limits(
-            self.config.chunk_tokens,
-            self.config.max_batch_requests,
-            self._layout.page_size,
-            self.config.max_chunk_share,
-        )
         self.admission = Admission(self.config, self.memory)
         self.ledger.on_deadline = self.admission.watch
-        self._bootstrapped: list[Request] = []
+        self._hand_offs = HandOffs(self.ledger, self.timers, transfer)
         self._forwards: deque[NativeForward] = deque()
         self.intake = Intake(
             self.frontend,
@@ -120,6 +114,9 @@ class NativeHost:
             grammars,
         )
         self.tier = make_tier(self.config, self.memory, engine, tier_store)
+        self._batches = Batches(
+            self.config, self._layout.page_size, self.ledger, self.admission, self.timers, self.tier
+        )
         self.ledger.on_left_queue = self.tier.left_queue
         self.intake.on_weights = self.tier.use_weights
         self._closed = False
@@ -156,14 +153,7 @@ class NativeHost:
 
     def collect_bootstrapped(self, now: float) -> int:
         """See `PrefillHost.collect_bootstrapped`."""
-        ready = [request for request in self._bootstrapped if request.state is State.BOOTSTRAPPING]
-        self._bootstrapped.clear()
-        for request in ready:
-            del self.ledger.bootstrapping[request.request_id]
-            request.move(Move.BOOTSTRAPPED)
-            self.ledger.waiting[request.request_id] = request
-            self.timers.enter(request, Stage.QUEUE, now)
-        return len(ready)
+        return self._hand_offs.collect(now)
 
     # Preparation
 
@@ -179,37 +169,12 @@ class NativeHost:
         if not admit or self.intake.pause.paused:
             return None
         if not self.intake.pause.admits:
-            pieces = plan(self.ledger.under_way.values(), (), self._limits, self.ledger.admit)
+            pieces = self._batches.of_admitted()
             self.intake.finish_wait(idle=not pieces and not self._forwards)
             return NativeBatch(pieces) if pieces else None
         self._fail_late(self.admission.refused(now))
-        waiting = self.admission.order(self.ledger.waiting.values(), now)
-        ready, early = optimistic.split(self.ledger.under_way.values())
-        if self.config.optimistic:
-            attempts = self.config.optimistic_attempts
-            eligible = [r for r in self.ledger.bootstrapping.values() if r.early_launches < attempts]
-            early += self.admission.order(eligible, now)
-        may_pass = partial(self.admission.may_pass, now)
-        give_pages = partial(self._admit, now, [])
-        waiting = [request for request in waiting + early if request.grammar_ready]
-        pieces = plan(ready, self.tier.gate(now, waiting), self._limits, give_pages, may_pass)
+        pieces = self._batches.form(now)
         return NativeBatch(pieces) if pieces else None
-
-    def _admit(self, now: float, yielded: list[Request], request: Request) -> bool:
-        """Give a request its pages; where they are short, one whose handshake has not ended yields its own.
-
-        `yielded` are those that have in this preparation, in which they are not admitted again.
-        """
-        if request.state is State.RUNNING:
-            return True  # launched before its handshake, and goes on behind those that are ready
-        while request not in yielded and not self.ledger.admit(request):
-            victim = optimistic.victim(request, self.ledger.under_way.values())
-            if victim is None:
-                return False
-            yielded.append(victim)
-            self.ledger.requeue(victim)
-            self.timers.enter(victim, Stage.HANDSHAKE, now, since=victim.handle.arrival_s)
-        return request not in yielded
 
     def _fail_late(self, late: list[tuple[Request, RequestTimeout]]) -> int:
         for request, error in late:
@@ -289,17 +254,9 @@ class NativeHost:
                 request.move(Move.PREFILLED_LOCAL)
                 self.ledger.finish(now, request)
             else:
-                request.move(Move.PREFILLED if request.bootstrapped else Move.PREFILLED_EARLY)
-                self._time_hand_off(now, request)
+                self._hand_offs.prefilled(now, request)
         if request.bootstrapped:
             self.ledger.send(request)
-
-    def _time_hand_off(self, now: float, request: Request) -> None:
-        """The prompt is prefilled: its peer, if not ready yet, had its time since the arrival."""
-        if request.state is State.PARKED:
-            self.timers.enter(request, Stage.HANDSHAKE, now, since=request.handle.arrival_s)
-        else:
-            self.timers.enter(request, Stage.TRANSFER, now)
 
     def fail_result(self, now: float, forward: NativeForward, error: DeviceError) -> None:
         """See `PrefillHost.fail_result`."""
@@ -315,42 +272,12 @@ class NativeHost:
     def progress_transfers(self, now: float) -> Progress:
         """See `PrefillHost.progress_transfers`."""
         available = self.memory.pool.available
-        retired = 0
-        failed = self._fail_late(self.timers.expired(now)) + self._fail_late(self.admission.refused(now))
-        for event in self.transfer.poll() if self.transfer is not None else ():
-            request = self.ledger.requests.get(event.room)
-            if request is None:
-                logger.error("transfer event for an unknown room: %s", event)
-                continue
-            if not request.over:
-                retired += event.state is TransferState.SUCCESS
-                failed += event.state is TransferState.FAILED
-            self._take_event(now, request, event)
+        late = self._fail_late(self.timers.expired(now)) + self._fail_late(self.admission.refused(now))
+        retired, failed = self._hand_offs.poll(now)
         freed = self.memory.pool.available > available
-        return Progress(bootstrapped=len(self._bootstrapped), retired=retired, failed=failed, freed=freed)
-
-    def _take_event(self, now: float, request: Request, event: TransferEvent) -> None:
-        if event.released:
-            request.room_open = False
-        if not request.over:
-            if event.state is TransferState.WAITING_FOR_INPUT:
-                self._peer_ready(now, request)
-            elif event.state is TransferState.SUCCESS:
-                request.move(Move.TRANSFERRED)
-                self.ledger.finish(now, request)
-            elif event.state is TransferState.FAILED:
-                self.ledger.fail(request, PeerError(request.peer or "?", event.reason or "failed"))
-        self.ledger.release_if_quiet(request)
-
-    def _peer_ready(self, now: float, request: Request) -> None:
-        request.bootstrapped = True
-        if request.state is State.BOOTSTRAPPING:
-            self._bootstrapped.append(request)
-            return
-        request.move(Move.BOOTSTRAPPED)
-        if request.state is State.TRANSFERRING:
-            self._time_hand_off(now, request)
-        self.ledger.send(request)
+        return Progress(
+            bootstrapped=self._hand_offs.bootstrapped, retired=retired, failed=failed + late, freed=freed
+        )
 
     # The rest of the port
 
