@@ -158,8 +158,8 @@ def test_a_deadline_is_hopeless_when_the_whole_device_could_not_meet_it() -> Non
 
 def test_speed_is_learned_from_busy_time() -> None:
     """Queued forwards begin when the one before ends; small ones weigh little; instant ones nothing."""
-    speed = Speed()
-    assert speed.tokens_per_s == 0.0
+    speed = Speed(full_tokens=100)
+    assert speed.tokens_per_s == speed.full_tokens_per_s == 0.0
     speed.learn(1000, 0.0, 1.0)
     speed.learn(1000, 0.1, 2.0)
     assert speed.tokens_per_s == pytest.approx(1000)
@@ -168,7 +168,10 @@ def test_speed_is_learned_from_busy_time() -> None:
     speed.learn(1, 5.0, 5.0)
     for _ in range(100):
         speed.learn(500, 0.0, speed._last_done_s + 1.0)
-    assert speed.tokens_per_s == pytest.approx(500, rel=0.02) and "500 tokens/s" in repr(speed)
+    assert speed.tokens_per_s == pytest.approx(500, rel=0.02) and "full 50" in repr(speed)
+    for _ in range(100):
+        speed.learn(10, 0.0, speed._last_done_s + 0.1)
+    assert speed.tokens_per_s < 150 and speed.full_tokens_per_s == pytest.approx(500, rel=0.02)
 
 
 # What is cached

@@ -191,10 +191,10 @@ async def test_F1_a_large_request_gets_its_pages_although_small_ones_keep_coming
 # F2
 
 
-async def learned(scheduler: PrefillScheduler) -> None:
+async def learned(scheduler: PrefillScheduler, tokens: int = 500) -> None:
     """Let the scheduler see how fast the device is."""
     for i in range(3):
-        await scheduler.submit(PrefillRequest(prompt(500, 300 + i)))
+        await scheduler.submit(PrefillRequest(prompt(tokens, 300 + i)))
 
 
 @virtual_time
@@ -223,7 +223,7 @@ def test_F2_a_deadline_becomes_hopeless_while_the_request_waits(paused: bool) ->
     async def main() -> None:
         engine = FakeEngine(num_pages=8192, duration_s=by_tokens)
         async with serving(engine, chunk_tokens=60_000, max_batch_requests=1) as (scheduler, _):
-            await learned(scheduler)
+            await learned(scheduler, 30_000)
             blockers = []
             if paused:
                 await scheduler.pause()
@@ -240,6 +240,17 @@ def test_F2_a_deadline_becomes_hopeless_while_the_request_waits(paused: bool) ->
             await asyncio.gather(*blockers)
 
     run_virtual(main())
+
+
+@virtual_time
+async def test_F2_slow_small_forwards_refuse_nobody() -> None:
+    """A device that takes a second for a few tokens may take no longer for many: only large forwards tell."""
+    engine = FakeEngine(duration_s=1.0)
+    async with serving(engine, chunk_tokens=8192) as (scheduler, _):
+        for i in range(20):
+            await scheduler.submit(PrefillRequest(prompt(10, i)))
+        result = await scheduler.submit(PrefillRequest(prompt(8000), deadline_s=2.0))
+        assert result.first_token_s - result.arrival_s == 1.0
 
 
 @virtual_time

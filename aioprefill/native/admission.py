@@ -20,7 +20,7 @@ class Admission:
     """Orders waiting requests for the planner, and finds those whose deadline cannot be met."""
 
     def __init__(self, config: NativeConfig, memory: KVMemory) -> None:
-        self.speed = Speed()
+        self.speed = Speed(full_tokens=config.chunk_tokens // 2)
         self._order = POLICIES[config.policy]
         self._max_wait_s = config.policy_max_wait_s
         self._refuses = config.late_deadlines == "refuse"
@@ -38,7 +38,7 @@ class Admission:
     @property
     def outlook(self) -> Outlook:
         """What policies may know."""
-        return Outlook(self._max_wait_s, self.speed.tokens_per_s)
+        return Outlook(self._max_wait_s, self.speed.full_tokens_per_s)
 
     def order(self, waiting: Iterable[Request], now: float) -> list[Request]:
         """The requests in the order in which the planner tries them."""
@@ -96,8 +96,9 @@ def _refusal(request: Request, now: float, outlook: Outlook) -> RequestTimeout:
     assert request.due_s is not None
     left = request.due_s - now
     when = f"in {left:.3f} s" if left > 0 else f"{-left:.3f} s ago"
+    speed = f"at {outlook.tokens_per_s:.0f} tokens/s" if outlook.tokens_per_s else "at a speed not known yet"
     return RequestTimeout(
         f"request {request.request_id}: its deadline, {request.due_s - request.arrival_s:g} s after arrival "
-        f"and {when}, cannot be met: {remaining(request)} tokens are to be computed, at "
-        f"{outlook.tokens_per_s:.0f} tokens/s; allow more time, or serve late (late-deadlines)"
+        f"and {when}, cannot be met: {remaining(request)} tokens are to be computed, {speed}; allow more "
+        "time, or serve late (late-deadlines)"
     )

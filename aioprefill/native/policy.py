@@ -22,7 +22,7 @@ class Outlook:
     max_wait_s: float
     """Bound on the wait, seconds since arrival."""
     tokens_per_s: float = 0.0
-    """Prefill speed as learned; 0: not known yet."""
+    """Prefill speed of large forwards as learned; 0: not known yet."""
 
 
 Order = Callable[[Iterable[Request], float, Outlook], list[Request]]
