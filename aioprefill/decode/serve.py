@@ -58,6 +58,7 @@ class DecodeService:
             pool_view(engine.pool), engine.spec.layout, self._worker, self._send, lease_s=config.lease_s
         )
         self._worker.on_pages_free = self._receiver.retry_reservations
+        self._streams.is_coming = self._receiver.is_queued
         handlers: dict[type[Any], Callable[[bytes, Any], None]] = dict.fromkeys(
             MESSAGES, self._receiver.on_message
         )

@@ -42,6 +42,8 @@ class Streams:
     ) -> None:
         self._send = send
         self._on_unread = on_unread
+        self.is_coming: Callable[[str], bool] = lambda room: False
+        """The room is announced and waits for memory: its reader's patience begins anew."""
         self._patience_s = patience_s
         self._streams: dict[str, Stream] = {}
         self._rooms_of: dict[bytes, set[str]] = {}
@@ -148,6 +150,9 @@ class Streams:
     def _expire(self, room: str) -> None:
         stream = self._streams[room]
         stream.timer = None
+        if stream.reader is not None and self.is_coming(room):
+            self._start_timer(room, stream)
+            return
         if stream.reader is not None:
             text = f"no prefill instance has handed the request over within {self._patience_s:.0f} s"
             self._send(stream.reader, Failed("peer", text, room))

@@ -108,6 +108,10 @@ class NixlReceiver:
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(TICK_S, self._tick)
 
+    def is_queued(self, room: str) -> bool:
+        """A room of that name is announced and waits for pages."""
+        return self._book.is_queued(room)
+
     def stats(self) -> dict[str, int]:
         """Rooms in each state, pages in quarantine, prefill processes."""
         away = sum(sender.left_at is not None for sender in self._senders.values())

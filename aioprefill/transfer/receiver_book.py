@@ -77,6 +77,11 @@ class ReceiverBook:
         """True while a sender may be writing into our pages."""
         return any(room.sender == sender for room in self._held.values())
 
+    def is_queued(self, room: str) -> bool:
+        """A room of that name is announced and waits for pages."""
+        queued = ReceiverState.QUEUED
+        return any(known.handoff.room == room and known.state is queued for known in self._rooms.values())
+
     def stats(self) -> dict[str, int]:
         """Number of rooms in each state, and of pages in quarantine."""
         counts = {f"rooms_{state.value}": 0 for state in ReceiverState if state is not ReceiverState.GONE}
