@@ -170,6 +170,9 @@ class NativeConfig(Checked):
     optimistic: bool = option(
         False, Switch(), "Launch a request before the handshake with its decode peer has ended."
     )
+    optimistic_attempts: int = option(
+        3, Integer(1, 100), "Times that a request may be launched so, for it yields its pages to ready ones."
+    )
     tier_dir: Path | None = option(  # noqa: RUF009
         None,
         Auto(FilePath(), "none"),
@@ -181,9 +184,6 @@ class NativeConfig(Checked):
         """The tier keeps what the prefix cache lets go."""
         if self.tier_dir is not None and not self.prefix_cache:
             raise SettingsConflict(("tier-dir", "prefix-cache"), "the storage tier needs the prefix cache")
-    optimistic_attempts: int = option(
-        3, Integer(1, 100), "Times that a request may be launched so, for it yields its pages to ready ones."
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -216,9 +216,7 @@ async def test_L6_bookkeeping_goes_on_while_draining() -> None:
 
 
 @virtual_time
-async def test_L8_a_delayed_sample_is_submitted_after_the_result_before_it_and_not_polled_earlier() -> (
-    None
-):
+async def test_L8_a_delayed_sample_is_submitted_after_the_result_before_it_and_not_polled_earlier() -> None:
     """In the step of that result, in front of everything else."""
     host = FakeHost(delayed_sampling=True)
     async with running(host):

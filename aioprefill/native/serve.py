@@ -24,7 +24,5 @@ async def serve(process: Process, config: ServeConfig) -> int:
     engine = await asyncio.to_thread(load_engine, config.engine)
     transfer = NixlTransfer(pool_view(engine.pool), engine.spec.layout, keys=keys, lease_s=config.lease_s)
     await asyncio.to_thread(transfer.prepare)
-    host = NativeHost(
-        engine, transfer, config.native, grammars=load_grammars(engine, config.engine)
-    )
+    host = NativeHost(engine, transfer, config.native, grammars=load_grammars(engine, config.engine))
     return await serve_host(process, host, config, keys)
