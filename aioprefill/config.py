@@ -241,6 +241,11 @@ class DecodeConfig(ListenerConfig):
     listen: str = _decode_endpoint("--listen")
     lease_s: float = _lease()
     max_batch_requests: int = option(32, Integer(1, 4096), "Most requests of one decode step.")
+    room_timeout_s: float = option(
+        3600.0,
+        Seconds(1, 864_000),
+        "Seconds that reserved pages may wait for KV from a prefill that is alive.",
+    )
     drain_timeout_s: float = _drain_timeout()
     engine: EngineConfig = field(default_factory=EngineConfig)
 

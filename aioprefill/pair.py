@@ -8,7 +8,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from aioprefill.errors import HostError
@@ -42,6 +42,7 @@ class ServerProcess:
             stdin=asyncio.subprocess.PIPE,  # never written: it ends when we do, however that is
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
+            limit=1 << 22,  # a line may name thousands of requests
             # its own group: Ctrl-C reaches only us, and we stop it in order
             start_new_session=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1", ENDS_WITH_PARENT: "1"},
@@ -129,5 +130,6 @@ async def running_pair(
         await asyncio.gather(*(process.wait_ready() for process in processes))
         yield Pair(prefill=processes[1], decode=processes[0])
     finally:
-        for process in reversed(processes):
-            await process.stop()
+        async with AsyncExitStack() as stack:  # one that fails to stop does not spare the other
+            for process in processes:
+                stack.push_async_callback(process.stop)

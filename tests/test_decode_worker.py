@@ -220,3 +220,71 @@ async def test_a_device_error_fails_the_rooms_of_its_step_alone() -> None:
         assert [(m.code, m.request_id) for m in w.messages(Failed)] == [("device", "a")]
         assert [m.request_id for m in w.messages(Finished)] == ["b"]
         assert w.worker.stats()["pages_free"] == 16
+
+
+@virtual_time
+async def test_a_step_that_ends_after_the_close_is_nobodys() -> None:
+    """A drain that ran out of time: the forward that is in flight ends after `close`."""
+    async with world() as w:
+        w.streams.attach(READER, "a")
+        w.arrive(handoff("a", new=100))
+        await asyncio.sleep(1.5)
+        w.worker.close(RequestAborted("the decode worker stops"))
+        told = len(w.sent)
+        await asyncio.sleep(2)
+        assert len(w.sent) == told and isinstance(w.sent[-1][1], Failed)
+
+
+@virtual_time
+async def test_a_drain_waits_for_rooms_on_their_way() -> None:
+    """Reserved rooms count until they have arrived and been decoded, or are lost."""
+    async with world() as w:
+        w.streams.attach(READER, "a")
+        asked = handoff("a", new=2)
+        pages, lost = w.worker.reserve(asked), w.worker.reserve(handoff("b"))
+        assert pages is not None and lost is not None
+        idle = asyncio.ensure_future(w.worker.wait_idle())
+        await asyncio.sleep(3)
+        assert not idle.done()
+        w.worker.lost("b", "gone")
+        w.worker.arrived("a", pages, SampledToken(7, -0.1), asked)
+        await asyncio.sleep(3)
+        assert idle.done() and len(w.messages(Finished)) == 1
+        w.worker.release_pages("b", lost)
+
+
+@pytest.mark.parametrize("how", ["finished", "failed", "attach", "expire"])
+def test_a_reader_that_is_dropped_while_it_is_sent_to_hurts_nobody(how: str) -> None:
+    """`send` may find that the reader does not read: the reader is gone when it returns."""
+
+    async def main() -> None:
+        streams = Streams(lambda reader, message: streams.gone(reader), lambda room: None)
+        if how == "attach":
+            streams.opened("a")
+            streams.token("a", 0, 1)
+            streams.finished("a", "length", 1)
+            streams.attach(READER, "a")
+        elif how == "expire":
+            streams.attach(READER, "a")
+            await asyncio.sleep(61)
+        else:
+            streams.attach(READER, "a")
+            streams.opened("a")
+            if how == "finished":
+                streams.finished("a", "length", 0)
+            else:
+                streams.failed("a", RequestAborted("x"))
+        assert len(streams) == 0 and not streams._rooms_of
+
+    virtual_time(main)()
+
+
+@virtual_time
+async def test_a_refused_stream_takes_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many streams: the room is refused before it has anything."""
+    monkeypatch.setattr("aioprefill.decode.streams.MAX_STREAMS", 1)
+    async with world() as w:
+        w.streams.attach(READER, "other")
+        with pytest.raises(QueueFull):
+            w.worker.reserve(handoff("a"))
+        assert w.worker.pool.free == 16

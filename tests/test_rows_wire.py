@@ -13,7 +13,8 @@ from wire_fakes import RawClient
 from wire_support import LOOPS, run, wait_until, zmq_context
 
 from aioprefill.config import NativeConfig
-from aioprefill.errors import QueueFull, RequestAborted
+from aioprefill.errors import AioprefillError, QueueFull, RequestAborted
+from aioprefill.sampling_params import SamplingParams
 from aioprefill.wire.client import PairClient
 from aioprefill.wire.messages import (
     VERSION,
@@ -176,5 +177,27 @@ def test_S5_malformed_oversized_and_wrong_version_messages_hurt_nobody(run):
             assert it.scheduler.health().ready
             for client in (good, garbage, strange, wrong, oversized):
                 client.pump.close()
+
+    run(scenario())
+
+
+@LOOPS
+def test_S5_a_field_of_the_wrong_type_ends_its_request_and_not_by_a_hang(run):
+    """Also what cannot be sent at all; the next request is served."""
+
+    async def scenario():
+        async with served() as it, PairClient(it.endpoint, timeout_s=10) as client:
+            for field, value in (("max_new_tokens", 4.0), ("priority", 1.5), ("deadline_s", "5")):
+                with pytest.raises(AioprefillError, match="malformed message"):
+                    await asyncio.wait_for(
+                        client.submit([1, 2], handoff=False, **{field: value}).first_token(), 5
+                    )
+            with pytest.raises(AioprefillError):
+                client.submit([1, 2], handoff=False, sampling=SamplingParams(seed=2**64))
+            assert client.live == 0
+            good = client.submit([1, 2], handoff=False)
+            await wait_until(lambda: it.engine.forwards, "the good request")
+            it.complete()
+            assert (await good.first_token()).prompt_tokens == 2
 
     run(scenario())

@@ -17,7 +17,7 @@ from aioprefill.request import Timeouts
 from aioprefill.sampling_params import SamplingParams
 from aioprefill.wire import messages
 from aioprefill.wire.failures import error_from, failed_from
-from aioprefill.wire.messages import decode, encode, pack_ids, unpack_ids
+from aioprefill.wire.messages import decode, encode, ids_of, pack_ids, unpack_ids
 
 KINDS = typing.get_args(messages.Message)
 FINITE = st.floats(allow_nan=False)
@@ -168,3 +168,11 @@ def test_code_from_a_newer_server_is_the_base_class():
     """With its code in the text, so that nothing is lost."""
     unknown = error_from(messages.Failed("new_code", "text"))
     assert (type(unknown), str(unknown)) == (errors.AioprefillError, "new_code: text")
+
+
+def test_a_refused_frame_still_tells_whose_it_is() -> None:
+    """So that whoever waits for its answer gets one; garbage has no ids."""
+    wrong = msgspec.msgpack.encode({"type": "submit", "request_id": "r", "priority": 1.5})
+    assert ids_of(wrong) == ("r", None)
+    for frame in (b"\xc1", msgspec.msgpack.encode([1]), msgspec.msgpack.encode({"request_id": 5})):
+        assert ids_of(frame) == (None, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ from aioprefill.config import DecodeConfig
 from aioprefill.decode.streams import Streams
 from aioprefill.decode.worker import DecodeWorker
 from aioprefill.engine.transformers_engine import TransformersEngine
-from aioprefill.errors import RequestAborted
+from aioprefill.errors import AioprefillError, HostError, RequestAborted
 from aioprefill.native.load import load_engine, load_grammars, pool_view
 from aioprefill.native.welcome import welcome_of
 from aioprefill.process import EXIT_DRAINED, Process, run_process
@@ -55,7 +54,12 @@ class DecodeService:
             grammars=self._grammars,
         )
         self._receiver = NixlReceiver(
-            pool_view(engine.pool), engine.spec.layout, self._worker, self._send, lease_s=config.lease_s
+            pool_view(engine.pool),
+            engine.spec.layout,
+            self._worker,
+            self._send,
+            lease_s=config.lease_s,
+            room_timeout_s=config.room_timeout_s,
         )
         self._worker.on_pages_free = self._receiver.retry_reservations
         self._streams.is_coming = self._receiver.is_queued
@@ -84,10 +88,18 @@ class DecodeService:
                     self._server.endpoint, model=self._engine.spec.name, pages=self._engine.num_pages
                 )
                 await process.wait_any(asyncio.wait([decoding]))
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._config.drain_timeout_s):
-                        await self._worker.wait_idle()
-                self._worker.close(RequestAborted("the decode worker stops"))
+                self._receiver.refuse_new("the decode worker stops")
+                stopped: AioprefillError = RequestAborted("the decode worker stops")
+                idle = asyncio.ensure_future(self._worker.wait_idle())
+                await asyncio.wait(
+                    [idle, decoding],
+                    timeout=self._config.drain_timeout_s,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                idle.cancel()
+                if decoding.done():  # it broke: nothing will be decoded any more
+                    stopped = HostError(f"the decode worker broke: {decoding.exception()!r}")
+                self._worker.close(stopped)
                 self._streams.close()
         finally:
             if self._grammars is not None:

@@ -63,13 +63,13 @@ class Streams:
             raise InvalidRequest("request_id", f"{room!r} is being read by another client")
         stream.reader = reader
         self._rooms_of.setdefault(reader, set()).add(room)
-        for message in stream.waiting:
-            self._send(reader, message)
-        stream.waiting.clear()
+        waiting, stream.waiting = stream.waiting, []
         if stream.ended:
             self._drop(room)
         elif not stream.known:
             self._start_timer(room, stream)
+        for message in waiting:  # last: sending may find that the reader does not read, and call `gone`
+            self._send(reader, message)
 
     def opened(self, room: str) -> None:
         """A hand-off of the room is under way."""
@@ -132,11 +132,12 @@ class Streams:
         if stream is None:
             return
         stream.ended = True
-        self._pass_on(room, message)
-        if stream.reader is not None:
-            self._drop(room)
-        else:
+        if stream.reader is None:
+            stream.waiting.append(message)
             self._start_timer(room, stream)
+        else:
+            self._drop(room)  # first: sending may find that the reader does not read, and call `gone`
+            self._send(stream.reader, message)
 
     def _start_timer(self, room: str, stream: Stream) -> None:
         self._stop_timer(stream)
@@ -153,10 +154,10 @@ class Streams:
         if stream.reader is not None and self.is_coming(room):
             self._start_timer(room, stream)
             return
+        self._drop(room)
         if stream.reader is not None:
             text = f"no prefill instance has handed the request over within {self._patience_s:.0f} s"
-            self._send(stream.reader, Failed("peer", text, room))
-        self._drop(room)
+            self._send(stream.reader, Failed("peer", text, room, field="prefill"))
 
     def _drop(self, room: str) -> None:
         stream = self._streams.pop(room)

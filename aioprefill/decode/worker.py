@@ -49,6 +49,8 @@ class DecodeWorker:
         """Called when pages came back: the receiver may have rooms that wait for them."""
         self._spare: dict[str, PageIds] = {}
         """Pages for generation, of rooms that are reserved."""
+        self._coming: set[str] = set()
+        """Rooms that are reserved, and neither arrived nor lost."""
         self._queue: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._dropped: set[str] = set()
@@ -68,8 +70,8 @@ class DecodeWorker:
 
     @property
     def busy(self) -> bool:
-        """Sequences are being decoded, or wait for it."""
-        return bool(self._running or self._queue or self._held)
+        """Sequences are being decoded, wait for it, or are on their way from a prefill process."""
+        return bool(self._running or self._queue or self._held or self._coming)
 
     # The receiver's handler
 
@@ -92,21 +94,24 @@ class DecodeWorker:
             )
         if total > self.pool.free:
             return None
+        self._streams.opened(handoff.room)  # first: it may refuse
         pages = self.pool.take(total)
         self._spare[handoff.room] = pages[handoff.pages :]
+        self._coming.add(handoff.room)
         self._constraints.reserve(handoff.room, handoff.grammar)
-        self._streams.opened(handoff.room)
         reserved: list[int] = pages[: handoff.pages].tolist()
         return reserved
 
     def arrived(self, room: str, pages: list[int], first: SampledToken, handoff: Handoff) -> None:
         """All KV and the first token of a room are here; its pages are ours now."""
+        self._coming.discard(room)
         table = np.concatenate([np.array(pages, dtype=np.int32), self._spare.pop(room)])
         sequence = Sequence(handoff, table, first.token_id)
         if room in self._dropped:
             self._dropped.discard(room)
             self._constraints.forget(room)
             self._release(sequence)
+            self._wake.set()
         elif self._constraints.waits(room):
             self._held[room] = sequence, first
         else:
@@ -114,6 +119,8 @@ class DecodeWorker:
 
     def lost(self, room: str, reason: str) -> None:
         """The room will not arrive."""
+        self._coming.discard(room)
+        self._wake.set()
         self._constraints.forget(room)
         self._dropped.discard(room)
         self._streams.failed(room, PeerError("prefill", reason))
@@ -128,11 +135,12 @@ class DecodeWorker:
 
     def drop(self, room: str) -> None:
         """Nobody reads the room any more: stop decoding it at its next step, or when it arrives."""
+        self._coming.discard(room)  # a drain need not wait for it
+        self._wake.set()
         if room in self._held:
             sequence, _ = self._held.pop(room)
             self._constraints.forget(room)
             self._release(sequence)
-            self._wake.set()
             return
         for sequence in self._queue:
             if sequence.room == room:
@@ -150,7 +158,8 @@ class DecodeWorker:
                 self._idle.set()
                 await self._wake.wait()
                 continue
-            forward = self._engine.launch([sequence.span() for sequence in self._running])
+            launched = self._running
+            forward = self._engine.launch([sequence.span() for sequence in launched])
             try:
                 await forward.completion.wait()
             except DeviceError as error:
@@ -159,7 +168,8 @@ class DecodeWorker:
                     raise
                 continue
             self.steps += 1
-            self._take_step(forward.outputs())
+            if self._running is launched:  # else `close` has failed them meanwhile
+                self._take_step(forward.outputs())
             await asyncio.sleep(0)
 
     async def wait_idle(self) -> None:

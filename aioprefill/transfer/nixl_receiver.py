@@ -94,6 +94,7 @@ class NixlReceiver:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._stopped: str | None = None
+        self._refusal: str | None = None
 
     def __repr__(self) -> str:
         return f"<NixlReceiver {self._agent.name} senders={len(self._senders)} {self._book!r}>"
@@ -135,8 +136,8 @@ class NixlReceiver:
         match message:
             case PoolInfo():
                 self._senders[epoch].agent = message
-            case Bootstrap() if self._stopped is not None:
-                self._send_to(identity, Refused(message.room, self._stopped, message.ticket))
+            case Bootstrap() if self._refusal is not None:
+                self._send_to(identity, Refused(message.room, self._refusal, message.ticket))
             case Bootstrap():
                 self._book.bootstrap(epoch, message, now)
             case Commit():
@@ -177,6 +178,11 @@ class NixlReceiver:
         self._book.give_up(room, reason, self._now())
         self._note_expectations()
 
+    def refuse_new(self, reason: str) -> None:
+        """Take no more rooms; those that have pages may still arrive."""
+        self._refusal = self._refusal or reason
+        self._book.give_up_waiting(reason, self._now())
+
     async def aclose(self) -> None:
         """Destroy the agent, then lose all rooms and release their pages. Idempotent.
 
@@ -190,6 +196,7 @@ class NixlReceiver:
     def _stop(self, reason: str) -> None:
         if self._stopped is None:
             self._stopped = reason
+            self._refusal = self._refusal or reason
             self._book.close(reason, self._now())
 
     # Inside

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from aioprefill.errors import InvalidRequest, PeerError
+from aioprefill.errors import AioprefillError
 from aioprefill.kv_layout import KVLayout
 from aioprefill.transfer.port import Handoff
 from aioprefill.transfer.receiver_port import ReceiverHandler
@@ -159,6 +159,12 @@ class ReceiverBook:
             if known.handoff.room == room:
                 self._handle(key, GivenUp(reason), now)
 
+    def give_up_waiting(self, reason: str, now: float) -> None:
+        """Refuse the rooms that have no pages yet."""
+        for key, room in list(self._rooms.items()):
+            if room.state is ReceiverState.QUEUED:
+                self._handle(key, GivenUp(reason), now)
+
     def expire(self, now: float) -> None:
         """Give up reserved rooms that show no progress."""
         for key, room in list(self._rooms.items()):
@@ -193,7 +199,7 @@ class ReceiverBook:
                 continue  # its name's predecessor still has pages: one room of a name at a time
             try:
                 pages = self._handler.reserve(room.handoff)
-            except (InvalidRequest, PeerError) as err:
+            except AioprefillError as err:
                 del self._rooms[key]
                 self._reply(room.sender, Refused(room.handoff.room, str(err), room.ticket))
                 continue

@@ -278,7 +278,10 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 def encode(message: Message) -> bytes:
     """One frame. Raises `WireError` for a message above `MAX_MESSAGE_BYTES`."""
-    frame = _encoder.encode(message)
+    try:
+        frame = _encoder.encode(message)
+    except (TypeError, OverflowError, ValueError) as err:
+        raise WireError(f"{type(message).__name__} cannot be sent: {err}") from err
     if len(frame) > MAX_MESSAGE_BYTES:
         raise WireError(f"{type(message).__name__} of {len(frame):,} bytes exceeds {MAX_MESSAGE_BYTES:,}")
     return frame
@@ -292,6 +295,23 @@ def decode(frame: bytes | memoryview) -> Message:
         return _decoder.decode(frame)
     except msgspec.MsgspecError as err:
         raise WireError(f"malformed message: {err}") from err
+
+
+class _Ids(msgspec.Struct):
+    request_id: str | None = None
+    op_id: str | None = None
+
+
+_ids_decoder = msgspec.msgpack.Decoder(_Ids)
+
+
+def ids_of(frame: bytes) -> tuple[str | None, str | None]:
+    """Request id and op id of a message that `decode` refuses, as far as they can be found."""
+    try:
+        found = _ids_decoder.decode(frame)
+    except msgspec.MsgspecError:
+        return None, None
+    return found.request_id, found.op_id
 
 
 def pack_ids(ids: Sequence[int] | npt.NDArray[np.generic]) -> bytes:

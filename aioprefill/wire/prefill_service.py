@@ -212,8 +212,9 @@ class PrefillService:
 
     def _end(self, identity: bytes, handle: PrefillHandle, outcome: Message) -> None:
         """Send the outcome and forget the request."""
-        handles = self._live[identity]
-        del handles[handle.request_id]
+        handles = self._live.get(identity, {})
+        if handles.pop(handle.request_id, None) is None:
+            return  # its client was dropped while it was sent to
         if not handles:
             del self._live[identity]
         self._send(identity, outcome)

@@ -22,7 +22,18 @@ import zmq
 
 from aioprefill.errors import AioprefillError, ConfigError, WireError
 from aioprefill.wire.failures import failed_from
-from aioprefill.wire.messages import VERSION, Failed, Hello, Message, Ping, Pong, Welcome, decode, encode
+from aioprefill.wire.messages import (
+    VERSION,
+    Failed,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Welcome,
+    decode,
+    encode,
+    ids_of,
+)
 from aioprefill.wire.pump import ZmqPump
 from aioprefill.wire.security import Authenticator, CurveKeys, apply_server_security
 from aioprefill.wire.sockets import Context, SocketLimits, end_context
@@ -215,7 +226,9 @@ class WireServer:
             message = decode(frames[1])
         except WireError as err:
             self.counters.malformed += 1
-            self.send(identity, failed_from(err))
+            # with its id, or whoever waits for its answer does so for ever
+            request_id, op_id = ids_of(frames[1]) if len(frames) == 2 else (None, None)
+            self.send(identity, failed_from(err, request_id, op_id=op_id))
             return
         if type(message) is Hello:
             self._greet(identity, message)
