@@ -131,9 +131,11 @@ class PrefillScheduler(Operations):
             raise cause from None
         finally:
             self._ending = True
-            await self._host.aclose(answer)
-            self._over.set()
-            core.signals.progress.set()
+            try:
+                await self._host.aclose(answer)
+            finally:
+                self._over.set()
+                core.signals.progress.set()
 
     async def wait_stopped(self) -> None:
         """Return when the loop has ended, for whatever reason. Cancelling the wait leaves it running."""

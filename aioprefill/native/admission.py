@@ -52,12 +52,16 @@ class Admission:
 
     def _look_up(self, requests: list[Request]) -> None:
         """See what of the prompts is cached: of new ones at once, of the others in turn."""
-        for _ in range(min(REFRESHED, len(self._looked_up))):
+        refreshed = 0
+        for _ in range(len(self._looked_up)):
+            if refreshed == REFRESHED:
+                break
             request = self._looked_up.popleft()
-            if request.waits and not request.over:
+            if request.waits:
                 request.expected_cached = self._memory.cached_tokens(request.tokens)
                 self._looked_up.append(request)
-            else:
+                refreshed += 1
+            else:  # these cost next to nothing, and would pile up where many are admitted at a time
                 request.looked_up = False
         for request in requests:
             if not request.looked_up:

@@ -10,7 +10,7 @@ from aioprefill.native.admission import Admission
 from aioprefill.native.ledger import Ledger
 from aioprefill.native.planner import Limits, Piece, plan
 from aioprefill.native.request_state import Request, State
-from aioprefill.native.stage_timers import Stage, StageTimers
+from aioprefill.native.stage_timers import StageTimers
 from aioprefill.native.tier.tier import Tier
 
 
@@ -21,15 +21,20 @@ class Batches:
         self,
         config: NativeConfig,
         page_size: int,
+        num_pages: int,
         ledger: Ledger,
         admission: Admission,
         timers: StageTimers,
         tier: Tier,
     ) -> None:
         self._limits = Limits(
-            config.chunk_tokens, config.max_batch_requests, page_size, config.max_chunk_share
+            max(config.chunk_tokens, page_size),  # a page is the least that can be cut
+            config.max_batch_requests,
+            page_size,
+            config.max_chunk_share,
         )
         self._early_attempts = config.optimistic_attempts if config.optimistic else 0
+        self._num_pages = num_pages
         self._ledger = ledger
         self._admission = admission
         self._timers = timers
@@ -52,6 +57,14 @@ class Batches:
         admit = partial(self._admit, now, [])
         return plan(ready, self._tier.gate(now, candidates), self._limits, admit, may_pass)
 
+    def _room_for_early(self, request: Request) -> bool:
+        """Early prompts may hold half of the pool together, or one of them any part: a parked one yields no
+        more, and a pool full of them would keep out those that are ready."""
+        others = [other for other in self._ledger.requests.values() if optimistic.is_early(other)]
+        held = sum(len(other.pages) for other in others)
+        needed = -(-request.length // self._limits.page_size)
+        return held == 0 or held + needed <= self._num_pages // 2
+
     def _admit(self, now: float, yielded: list[Request], request: Request) -> bool:
         """Give a request its pages; where they are short, one whose handshake has not ended yields its own.
 
@@ -59,11 +72,13 @@ class Batches:
         """
         if request.state is State.RUNNING:
             return True  # launched before its handshake, and goes on behind those that are ready
+        if optimistic.is_early(request) and not self._room_for_early(request):
+            return False
         while request not in yielded and not self._ledger.admit(request):
             victim = optimistic.victim(request, self._ledger.under_way.values())
             if victim is None:
                 return False
             yielded.append(victim)
             self._ledger.requeue(victim)
-            self._timers.enter(victim, Stage.HANDSHAKE, now, since=victim.handle.arrival_s)
+            self._timers.wait_again(victim, now)
         return request not in yielded

@@ -115,7 +115,13 @@ class NativeHost:
         )
         self.tier = make_tier(self.config, self.memory, engine, tier_store)
         self._batches = Batches(
-            self.config, self._layout.page_size, self.ledger, self.admission, self.timers, self.tier
+            self.config,
+            self._layout.page_size,
+            engine.num_pages,
+            self.ledger,
+            self.admission,
+            self.timers,
+            self.tier,
         )
         self.ledger.on_left_queue = self.tier.left_queue
         self.intake.on_weights = self.tier.use_weights

@@ -181,14 +181,14 @@ class Intake:
 
     def _control(self, now: float, item: Controlled) -> int:
         """Carry a command out; results that it consumed. Its answer is settled here, or later."""
-        if item.answer.cancelled():
-            return 0
+        if item.answer.cancelled() and not isinstance(item.command, AbortMatching):
+            return 0  # an abort was marked when it came, and has to follow
         try:
             answer, consumed = self._carry_out(now, item.command, item.answer)
         except AioprefillError as error:
             item.answer.set_exception(error)
             return 0
-        if answer is not None:
+        if answer is not None and not item.answer.done():
             item.answer.set_result(answer)
         return consumed
 
@@ -226,7 +226,7 @@ class Intake:
             idle = [request for request in self._ledger.under_way.values() if not request.sent_pages]
             for request in idle:
                 self._ledger.requeue(request)
-                self._timers.enter(request, Stage.QUEUE, now)
+                self._timers.wait_again(request, now)
             return {"requeued": len(idle)}, consumed
         return {}, 0
 
@@ -304,6 +304,8 @@ class Intake:
                 self._arrive(item, now)
             elif isinstance(item, AbortInput):
                 self.abort(item.request_id, item.reason)
+            elif isinstance(item, Controlled) and isinstance(item.command, AbortMatching):
+                self._control(now, item)  # it was marked when it came, and has to follow
             elif isinstance(item, Controlled) and not item.answer.done():
                 item.answer.set_exception(refusal)
         for request in self._ledger.open:

@@ -50,8 +50,9 @@ class KVMemory:
             return
         own = request.pages[:full]
         path = self.cache.insert(request.tokens, own)
-        new = slice(request.inserted, full)
-        others = path[new][path[new] != own[new]]
+        # from the root on: a flush may have put pages of others where this request has seen its own
+        others = path[path != own]
+        others = others[~np.isin(others, request.tree_pages)]
         if len(others):
             self.pool.hold(others)
             request.tree_pages = np.concatenate([request.tree_pages, others])

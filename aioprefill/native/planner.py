@@ -133,10 +133,13 @@ def plan(
     for request in under_way:
         (long if limits.is_long(request) else short).append(request)
     draft = _Draft(limits, limits.tokens, int(limits.share * limits.tokens))
-    for index, request in enumerate(long):
+    places = max(1, limits.requests - 1)  # one is for the others, who would wait for all long ones else
+    for index, request in enumerate(long[:places]):
         draft.add_long(request, len(long) - index)
     if all(draft.add(request, limits.tokens) for request in short):
         _admit(draft, waiting, len(long), admit, may_pass)
+    for index, request in enumerate(long[places:], places):
+        draft.add_long(request, len(long) - index)
     draft.use_up()
     return draft.pieces
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from aioprefill.config import NativeConfig
 from aioprefill.errors import RequestTimeout
-from aioprefill.native.request_state import Request
+from aioprefill.native.request_state import Request, State
 
 
 class Stage(enum.Enum):
@@ -51,6 +51,13 @@ class StageTimers:
                 heapq.heapify(self._heap)
             if earliest is None or end < earliest:
                 self.on_earlier()
+
+    def wait_again(self, request: Request, now: float) -> None:
+        """A request that was admitted is back in the queue, or in its handshake."""
+        if request.state is State.BOOTSTRAPPING:
+            self.enter(request, Stage.HANDSHAKE, now, since=request.arrival_s)
+        else:
+            self.enter(request, Stage.QUEUE, now)
 
     def leave(self, request: Request) -> None:
         """A request is over."""
