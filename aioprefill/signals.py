@@ -12,27 +12,41 @@ class Signal:
     """
 
     def __init__(self) -> None:
-        self._event = asyncio.Event()
+        self._is_set = False
+        self._waiter: asyncio.Future[None] | None = None
 
     def set(self) -> None:
         """Wake the waiter, now or at its next wait."""
-        self._event.set()
+        self._is_set = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for a `set` and take it; False when `timeout_s` passed first.
 
         Always gives other tasks a turn, also when already set. Cancellation takes nothing.
         """
-        if self._event.is_set():
+        if self._is_set:
             await asyncio.sleep(0)
         else:
+            loop = asyncio.get_running_loop()
+            waiter = self._waiter = loop.create_future()
+            timer = None if timeout_s is None else loop.call_later(timeout_s, _resolve, waiter)
             try:
-                async with asyncio.timeout(timeout_s):
-                    await self._event.wait()
-            except TimeoutError:
+                await waiter
+            finally:
+                self._waiter = None
+                if timer is not None:
+                    timer.cancel()
+            if not self._is_set:
                 return False
-        self._event.clear()
+        self._is_set = False
         return True
+
+
+def _resolve(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 class Notice:

@@ -7,8 +7,7 @@ call order is a bounded log with nobody to go to.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from aioprefill.errors import DeviceError
 
@@ -16,8 +15,7 @@ ORDER_LOG_LENGTH = 4096
 """Calls that a log remembers."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallToken:
+class CallToken(NamedTuple):
     """One host call, in the order that every rank follows."""
 
     number: int

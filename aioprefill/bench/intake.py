@@ -1,51 +1,50 @@
 """How long a request takes from its client's send to the host's admission, while forwards are pending.
 
 The server is the native host over a fake device whose forwards take `--forward-ms`, behind the real wire; the
-client is another process that sends at a steady rate. Both read the same monotonic clock: the send time
-travels in the request id. Modes alternate: `aioprefill`, and `blocking` (the switch off: the loop waits in
-synchronize).
+client is another process with a plain socket that sends at a steady rate. Both read the same monotonic clock:
+the send time travels in the request id. Modes alternate: `aioprefill`, and `blocking` (the switch off: the
+loop waits in synchronize).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import statistics
 import sys
 import time
 
 import numpy as np
 import uvloop
+import zmq
 
 from aioprefill.bench.report import Report, Row, percentile
 from aioprefill.config import NativeConfig, SchedulerConfig
-from aioprefill.host import Hold, Ingested
 from aioprefill.native.host import NativeHost
+from aioprefill.native.request_state import Request
 from aioprefill.native.welcome import welcome_of
 from aioprefill.process import settle_memory
 from aioprefill.scheduler import PrefillScheduler
 from aioprefill.testing.engine import FakeEngine, fake_spec
-from aioprefill.wire.client import PairClient
+from aioprefill.wire.messages import Hello, Stats, StatsQuery, Submit, Welcome, decode, encode, pack_ids
 from aioprefill.wire.prefill_service import PrefillService
 
 MODES = ("aioprefill", "blocking")
 VOCABULARY = 32_000
 
 
-class TimedHost(NativeHost):
-    """Notes how long each request took to be dispatched: it may be admitted from then on."""
+def time_dispatch(host: NativeHost) -> list[float]:
+    """Have the host note, in µs, how long each request took to be dispatched: it may be admitted then."""
+    took_us: list[float] = []
+    add = host.ledger.add
 
-    took_us: list[float]
+    def timed(request: Request) -> None:
+        add(request)
+        sent_ns = int(request.request_id.rpartition("-")[2])
+        took_us.append((time.monotonic_ns() - sent_ns) / 1e3)
 
-    def ingest(self, now: float, *, hold: Hold) -> Ingested:
-        """See `PrefillHost.ingest`."""
-        result = super().ingest(now, hold=hold)
-        now_ns = time.monotonic_ns()
-        for request in itertools.islice(reversed(self.ledger.requests.values()), result.requests):
-            sent_ns = int(request.request_id.rpartition("-")[2])
-            self.took_us.append((now_ns - sent_ns) / 1e3)
-        return result
+    host.ledger.add = timed  # type: ignore[method-assign]
+    return took_us
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Report:
     """Measure; or be the client process."""
     if options.client:
-        uvloop.run(send(options))
+        send(options)
         sys.exit(0)
     report = Report(
         "intake",
@@ -109,7 +108,7 @@ async def measure(mode: str, options: argparse.Namespace) -> tuple[list[float], 
         num_pages=pages, spec=fake_spec(vocab_size=VOCABULARY), duration_s=options.forward_ms / 1e3
     )
     engine.keep_forwards = engine.check_pages = False
-    host = TimedHost(
+    host = NativeHost(
         engine,
         None,
         NativeConfig(
@@ -119,7 +118,7 @@ async def measure(mode: str, options: argparse.Namespace) -> tuple[list[float], 
             max_queue_requests=1 << 20,
         ),
     )
-    host.took_us = []
+    took_us = time_dispatch(host)
     settle_memory()  # as `serve` does
     async with PrefillScheduler(host, SchedulerConfig(continuous_intake=mode == "aioprefill")) as scheduler:
         service = PrefillService(
@@ -136,18 +135,25 @@ async def measure(mode: str, options: argparse.Namespace) -> tuple[list[float], 
             if await client.wait():
                 raise RuntimeError("the client process failed")
         stats = scheduler.stats()
-    return host.took_us, 100.0 * stats.arrivals_during_forward / max(1, stats.arrivals)
+    return took_us, 100.0 * stats.arrivals_during_forward / max(1, stats.arrivals)
 
 
-async def send(options: argparse.Namespace) -> None:
-    """The client process: steady requests, then wait for all answers."""
+def send(options: argparse.Namespace) -> None:
+    """The client process: says hello, then sends at a steady rate, reading the clock before each send."""
     generator = np.random.default_rng(0)
-    async with PairClient(options.client, timeout_s=30.0) as client:
-        streams = []
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(options.client)
+        socket.send(encode(Hello("client", "bench")))
+        if not isinstance(decode(socket.recv()), Welcome):
+            raise RuntimeError("the server did not answer the hello")
         start = time.monotonic()
         for number in range(int(options.rate * options.seconds)):
-            prompt = generator.integers(0, VOCABULARY, options.tokens, dtype=np.uint32)
-            await asyncio.sleep(max(0.0, start + number / options.rate - time.monotonic()))
-            request_id = f"{number}-{time.monotonic_ns()}"
-            streams.append(client.submit(prompt, request_id=request_id, handoff=False))
-        await streams[0].first_token()  # the others are aborted: this is about intake
+            prompt = pack_ids(generator.integers(0, VOCABULARY, options.tokens, dtype=np.uint32))
+            time.sleep(max(0.0, start + number / options.rate - time.monotonic()))
+            socket.send(encode(Submit(f"{number}-{time.monotonic_ns()}", prompt)))
+            while socket.poll(0):
+                socket.recv()
+        socket.send(encode(StatsQuery()))
+        while not isinstance(decode(socket.recv()), Stats):
+            pass  # all requests have been taken; leaving aborts them: this is about intake

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from aioprefill.engine.port import ModelSpec, TokenIds
 from aioprefill.errors import InvalidRequest
 from aioprefill.request import PrefillRequest, Timeouts
 
 MAX_ID_LENGTH = 128
+NO_LIMITS = Timeouts()
+UINT32 = np.dtype(np.uint32)
 
 
 def validate(request: PrefillRequest, spec: ModelSpec, num_pages: int) -> TokenIds:
@@ -35,9 +39,8 @@ def validate(request: PrefillRequest, spec: ModelSpec, num_pages: int) -> TokenI
     deadline_s = request.deadline_s
     if deadline_s is not None and not (math.isfinite(deadline_s) and deadline_s > 0):
         raise InvalidRequest("deadline_s", f"must be a number of seconds above 0, got {deadline_s!r}")
-    for name, limit in zip(request.timeouts.__slots__, _limits(request.timeouts), strict=True):
-        if limit is not None and not (math.isfinite(limit) and limit > 0):
-            raise InvalidRequest(f"timeouts.{name}", f"must be positive and finite, got {limit}")
+    if request.timeouts != NO_LIMITS:
+        _check_timeouts(request.timeouts)
     request.sampling.validate()
     if request.grammar is not None:
         request.grammar.validate()
@@ -46,12 +49,18 @@ def validate(request: PrefillRequest, spec: ModelSpec, num_pages: int) -> TokenI
     return tokens
 
 
-def _limits(timeouts: Timeouts) -> tuple[float | None, ...]:
-    return timeouts.queue_s, timeouts.handshake_s, timeouts.running_s, timeouts.transfer_s
+def _check_timeouts(timeouts: Timeouts) -> None:
+    for name in timeouts.__slots__:
+        limit: float | None = getattr(timeouts, name)
+        if limit is not None and not (math.isfinite(limit) and limit > 0):
+            raise InvalidRequest(f"timeouts.{name}", f"must be positive and finite, got {limit}")
 
 
 def prompt_tokens(request: PrefillRequest, spec: ModelSpec) -> TokenIds:
     """The prompt as an array, checked against the vocabulary."""
+    ids = request.token_ids
+    if isinstance(ids, np.ndarray) and ids.dtype == UINT32 and ids.ndim == 1 and ids.size:
+        return _in_vocabulary(ids, 0, spec)  # as it comes from the wire
     try:
         tokens = np.asarray(request.token_ids)
     except ValueError as err:
@@ -60,7 +69,11 @@ def prompt_tokens(request: PrefillRequest, spec: ModelSpec) -> TokenIds:
         raise InvalidRequest("prompt", "is empty")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise InvalidRequest("prompt", f"must be a flat list of integers, got {tokens.dtype} {tokens.shape}")
-    low, high = (0 if tokens.dtype.kind == "u" else int(tokens.min())), int(tokens.max())
+    return _in_vocabulary(tokens, int(tokens.min()), spec)
+
+
+def _in_vocabulary(tokens: npt.NDArray[np.integer[Any]], low: int, spec: ModelSpec) -> TokenIds:
+    high = int(tokens.max())
     if low < 0 or high >= spec.vocab_size:
         bad = low if low < 0 else high
         raise InvalidRequest("prompt", f"token id {bad} is outside the vocabulary of {spec.vocab_size}")

@@ -182,16 +182,16 @@ class PairClient(ControlMethods):
             deadline_s=deadline_s,
         )
         decode_endpoint = self._endpoints.get("decode") if handoff else None
-        stream = TokenStream(
-            request_id, max_new_tokens=max_new_tokens, decode_endpoint=decode_endpoint, abort=self._abort
-        )
         try:
-            if stream.has_decode:
+            if decode_endpoint is not None:
                 self._connection("decode").send(Attach(request_id))  # first, so that no token is missed
             self._connection("prefill").send(message)
         except AioprefillError:
-            self._tell_servers(stream)
+            self._tell_servers(request_id, has_decode=decode_endpoint is not None)
             raise
+        stream = TokenStream(
+            request_id, max_new_tokens=max_new_tokens, decode_endpoint=decode_endpoint, abort=self._abort
+        )
         self._streams[request_id] = stream
         return stream
 
@@ -243,12 +243,12 @@ class PairClient(ControlMethods):
 
     def _give_up(self, stream: TokenStream) -> None:
         self._streams.pop(stream.request_id, None)
-        self._tell_servers(stream)
+        self._tell_servers(stream.request_id, has_decode=stream.has_decode)
 
-    def _tell_servers(self, stream: TokenStream) -> None:
+    def _tell_servers(self, request_id: str, *, has_decode: bool) -> None:
         for side, connection in self._connections.items():
-            if side == "prefill" or stream.has_decode:
-                connection.send_if_open(Abort(stream.request_id))
+            if side == "prefill" or has_decode:
+                connection.send_if_open(Abort(request_id))
 
     def _on_message(self, side: Side, message: Message) -> None:
         waiting = self._questions.get((side, type(message)))

@@ -314,12 +314,17 @@ def ids_of(frame: bytes) -> tuple[str | None, str | None]:
     return found.request_id, found.op_id
 
 
+_UINT32 = np.dtype("<u4")
+
+
 def pack_ids(ids: Sequence[int] | npt.NDArray[np.generic]) -> bytes:
     """Ids, shape (n,), as packed little-endian uint32.
 
     Raises `OverflowError` for one that is negative or too large, `TypeError` for what is no integer, and
     `ValueError` for more than one dimension.
     """
+    if isinstance(ids, np.ndarray) and ids.dtype == _UINT32 and ids.ndim == 1:
+        return ids.tobytes()
     array = np.asarray(ids)
     if array.ndim != 1:
         raise ValueError(f"ids must have one dimension, got {array.ndim}")
@@ -336,4 +341,4 @@ def unpack_ids(packed: bytes) -> npt.NDArray[np.uint32]:
     """A read-only view, shape (n,), uint32. Raises `WireError` when the length is no multiple of 4."""
     if len(packed) % 4:
         raise WireError(f"packed ids have {len(packed)} bytes, which is no multiple of 4")
-    return np.frombuffer(packed, dtype="<u4")
+    return np.frombuffer(packed, dtype=_UINT32)

@@ -149,7 +149,14 @@ class PrefillService:
             )
         )
         self._live.setdefault(identity, {})[handle.request_id] = handle
-        self.server.send(identity, Accepted(handle.request_id))
+        # behind what the request woke: its way to admission is not to wait for its receipt
+        asyncio.get_running_loop().call_soon(self._follow, identity, handle)
+
+    def _follow(self, identity: bytes, handle: PrefillHandle) -> None:
+        """Send the receipt, then what comes of the request."""
+        if not self._is_live(identity, handle):
+            return  # the client has left meanwhile
+        self._send(identity, Accepted(handle.request_id))
         handle.result.add_done_callback(partial(self._on_result, identity, handle))
         handle.transferred.add_done_callback(partial(self._on_transferred, identity, handle))
 

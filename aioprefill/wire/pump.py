@@ -257,6 +257,8 @@ class ZmqPump:
                 self._fail(err)
             if self._closed:
                 return False
+            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                return False  # cheaper to ask than to be refused
             if time.perf_counter() >= deadline:
                 break
         return True
