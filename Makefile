@@ -25,7 +25,7 @@ demo: install
 	@$(BIN)/python -m aioprefill demo $(ARGS)
 
 test: install
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),--cov)
 
 lint: install
 	$(BIN)/ruff check .

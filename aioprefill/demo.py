@@ -174,8 +174,8 @@ async def read(line: Line, stream: TokenStream, text: ModelText, lines: list[Lin
 def table(lines: list[Line]) -> Table:
     """Per prompt: when it arrived, and ms from there to launch, first token and KV transferred."""
     result = Table(title="ms: arrival since the first one; then from arrival to ...")
-    result.add_column("prompt", no_wrap=True, max_width=26, overflow="ellipsis")
-    for column in ("tokens", "arrival", "launched", "first token", "KV sent", "new"):
+    result.add_column("prompt", no_wrap=True, max_width=17, overflow="ellipsis")
+    for column in ("tokens", "arrival", "launched", "1st token", "KV sent", "new"):
         result.add_column(column, justify="right", no_wrap=True)
     for line in lines:
         times = (line.arrival_ms, line.launched_ms, line.first_token_ms, line.transferred_ms)

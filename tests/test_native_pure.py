@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aioprefill.config import NativeConfig
 from aioprefill.engine.port import ModelSpec, PageIds, TokenIds
 from aioprefill.errors import InvalidMove, InvalidRequest
 from aioprefill.kv_layout import KVLayout
@@ -19,6 +20,7 @@ from aioprefill.native.pages import PagePool
 from aioprefill.native.planner import Limits, Piece, cut, plan
 from aioprefill.native.prefix_cache import PrefixCache
 from aioprefill.native.request_state import MOVES, OVER, Move, Request, State
+from aioprefill.native.stage_timers import Stage, StageTimers
 from aioprefill.native.validate import validate
 from aioprefill.request import PrefillRequest
 from aioprefill.sampling_params import SamplingParams
@@ -458,3 +460,25 @@ def test_bad_input_is_refused_by_the_name_of_its_field(field: str, fields: dict[
     with pytest.raises(InvalidRequest) as caught:
         check(**fields)
     assert caught.value.field == field
+
+
+# Stage timers
+
+
+def test_stage_timers_end_once_in_order_and_stay_small() -> None:
+    """A thousand changes of stage leave a short queue; only the present stage ends."""
+    timers = StageTimers(NativeConfig(queue_timeout_s=5.0, running_timeout_s=None))
+    looks: list[float | None] = []
+    timers.on_earlier = lambda: looks.append(timers.next())
+    first, second = request(3, name="a", arrival=0), request(3, name="b", arrival=1)
+    timers.enter(second, Stage.QUEUE, 0.0)
+    for now in range(1000):
+        timers.enter(first, Stage.QUEUE, float(now + 1))
+    assert len(timers._heap) < 100 and timers.next() == 5.0
+    assert looks[0] == 5.0 and looks[-1] == 5.0
+    assert [late.request_id for late, _ in timers.expired(2000.0)] == ["b", "a"]
+    assert timers.expired(2000.0) == [] and timers.next() is None
+    timers.enter(first, Stage.RUNNING, 0.0)
+    timers.enter(second, Stage.QUEUE, 0.0)
+    timers.leave(second)
+    assert timers.next() is None
