@@ -15,11 +15,12 @@ install: $(STAMP)
 # torch goes first, so that nothing else chooses its build. nixl declares CUDA wheels of several GB and
 # xgrammar triton (1 GB), which host memory does not need, hence --no-deps.
 $(STAMP): pyproject.toml Makefile
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q $(TORCH)
-	$(BIN)/pip install -q -e '.[native,bench,dev]'
-	$(BIN)/pip install -q --no-deps nixl==1.5.2 nixl-cu13==1.5.1 xgrammar==0.2.9
-	touch $@
+	@echo "installing into $(VENV) ..." >&2
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install -q $(TORCH) >&2
+	@$(BIN)/pip install -q -e '.[native,bench,dev]' >&2
+	@$(BIN)/pip install -q --no-deps nixl==1.5.2 nixl-cu13==1.5.1 xgrammar==0.2.9 >&2
+	@touch $@
 
 demo: install
 	@$(BIN)/python -m aioprefill demo $(ARGS)

@@ -70,10 +70,10 @@ def test_growth_names_what_became_more() -> None:
 def test_a_short_soak_on_the_real_pair_loses_doubles_and_leaks_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """25 s of random load with aborts, lost clients, pauses in all modes and new weights."""
+    """A minute of random load with aborts, lost clients, pauses in all modes and new weights."""
     parser = argparse.ArgumentParser()
     soak.add_arguments(parser)
-    options = ["--minutes", "0.42", "--warmup-s", "6", "--prompts", "20", "--seed", "3"]
+    options = ["--minutes", "0.9", "--warmup-s", "6", "--prompts", "20", "--seed", "3"]
     summary = soak.run(parser.parse_args(options)).summary
     with capsys.disabled():
         print(f"\n  soak: {summary}")
