@@ -119,7 +119,9 @@ class PrefillService:
         Requests that still wait are aborted and their clients told, and so are callers of control commands
         that still wait. Drain the scheduler first to avoid it.
         """
-        await asyncio.sleep(0)  # handles that were settled just now tell their clients themselves
+        self.server.receive_pending()  # commands that came while the last ones were carried out
+        for _ in range(5):  # handles that were settled just now, and such commands, answer by themselves
+            await asyncio.sleep(0)
         reason = f"{self.endpoint} is shutting down"
         for identity, handles in list(self._live.items()):
             for request_id, handle in list(handles.items()):

@@ -59,11 +59,11 @@ class ZmqPump:
 
     At most `batch` messages a turn; `max_outbox` messages wait to be sent, at most `max_per_peer` of them
     for one peer of a ROUTER (default: an eighth). `eager` hands a message to the socket within `send`, for
-    clients, whose message is late otherwise by a turn of the loop; a second one waits. `name` is for error
-    messages. An exception of `on_message` goes to `on_error` (default: the loop's exception handler); the
-    pump goes on. A ROUTER with ROUTER_MANDATORY tells `on_unreachable` the identity whose message was
-    dropped because that peer has left. The socket belongs to the pump, which closes it in `close`; closed by
-    anybody else, it makes uvloop abort the process. Not thread-safe.
+    clients, whose message is late otherwise by a turn of the loop. `name` is for error messages. An
+    exception of `on_message` goes to `on_error` (default: the loop's exception handler); the pump goes on. A
+    ROUTER with ROUTER_MANDATORY tells `on_unreachable` the identity whose message was dropped because that
+    peer has left. The socket belongs to the pump, which closes it in `close`; closed by anybody else, it
+    makes uvloop abort the process. Not thread-safe.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class ZmqPump:
         if self._closed:
             raise WireError(f"{self.name}: the connection is closed")
         self._outbox.push(frames)
-        if self._eager and self._loop is not None and not self._scheduled:
+        if self._eager and self._loop is not None:
             self._flush()
         self._schedule()
 

@@ -190,6 +190,11 @@ class WireServer:
             if slowest != identity:
                 self._pump.send(frames)
 
+    def receive_pending(self) -> None:
+        """Handle what has arrived already, before closing."""
+        if self._pump is not None:
+            self._pump.receive_pending()
+
     def drop(self, identity: bytes, reason: str) -> None:
         """Forget a client, which is told to say hello again; `on_gone` is called."""
         if self._pump is not None and not self.closed:
