@@ -1,8 +1,8 @@
 """A prefill process without a model, for tests: `operations_process.py DEVICE DRAIN_TIMEOUT_S`.
 
-DEVICE is "quick" (a forward takes 10 ms), "endless" (none ever completes), "lost" (the first fails with a
-sticky error) or "hung" (as endless, and a thread sits in a blocking call that nothing ends, as inside a
-device call or a collective).
+DEVICE is "quick" (a forward takes 10 ms), "slow" (one second), "endless" (none ever completes), "lost" (the
+first fails with a sticky error) or "hung" (as endless, and a thread sits in a blocking call that nothing
+ends, as inside a device call or a collective).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> int:
         if device in special:
             engine = special[device]()
         else:
-            engine = FakeEngine(duration_s=0.01 if device == "quick" else None)
+            engine = FakeEngine(duration_s={"quick": 0.01, "slow": 1.0}.get(device))
         host = NativeHost(engine, None, NativeConfig(chunk_tokens=64, max_queue_requests=3))
         config = ServeConfig(
             listen="tcp://127.0.0.1:0",

@@ -75,17 +75,22 @@ async def test_S2_one_sigterm_is_enough_when_the_device_hangs() -> None:
 
 @pytest.mark.asyncio
 async def test_S2_a_drain_by_command_answers_its_callers_and_ends_the_process() -> None:
-    """Two callers, each gets the answer; requests that were never launched are named; exit code 0."""
-    with fake_serve("quick") as server:
+    """Two callers, each gets the answer; a request that was never launched is named; exit code 0."""
+    with fake_serve("slow") as server:
         async with PairClient(server.endpoint, timeout_s=10) as client:
-            await client.pause()
-            waiting = client.submit([1, 2, 3], request_id="waits", handoff=False)
-            await client.ping()
+            running = []
+            for number in (1, 2):
+                running.append(client.submit([number, 2, 3], handoff=False))
+                while (await client.stats())["in_flight"] != number:
+                    pass
+            waiting = client.submit([3, 2, 1], request_id="waits", handoff=False)
             answers = await asyncio.gather(client.drain(), client.drain(5.0))
-            assert answers[0] == {"finished": 0, "dropped": 1, "dropped_ids": ["waits"]}
+            assert answers[0] == {"finished": 2, "dropped": 1, "dropped_ids": ["waits"]}
             assert answers[1]["dropped"] == 0, "it was gone when the second drain began"
             with pytest.raises(RequestAborted):
                 await waiting.first_token()
+            for stream in running:
+                assert (await stream.first_token()).token_id >= 0
         assert await asyncio.to_thread(server.wait) == 0
 
 
