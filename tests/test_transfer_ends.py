@@ -286,7 +286,9 @@ async def test_curve_keys_protect_the_control_connection(tmp_path: Path) -> None
         async with Prefill(lease_s=3.0) as stranger:
             stranger.open("r", decode.server.endpoint)
             await until(lambda: stranger.of("r") == [(FAILED, True)], "failed")
-            assert "no connection within 3 s (handshake failed (CURVE" in stranger.events[0].reason
+            # which side sees first that the handshake fails is up to ZMQ; the keys are named either way
+            reason = stranger.events[0].reason
+            assert reason.startswith("no connection within 3 s") and "with the same keys?" in reason
 
 
 # --- the decode side --------------------------------------------------------------------------------------

@@ -205,7 +205,8 @@ class PeerSession:
     def _fell_silent(self) -> Lost:
         if self.state is SessionState.UNCONNECTED:
             reason = (
-                f"no connection within {self._lease_s:g} s{self._problem}: is it running, at that address?"
+                f"no connection within {self._lease_s:g} s{self._problem}: is it running, at that address, "
+                "with the same keys?"
             )
         else:
             self.state = SessionState.SILENT
