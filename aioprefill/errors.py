@@ -89,6 +89,21 @@ class HostError(AioprefillError):
     code = "host"
 
 
+class RankError(HostError):
+    """A tensor-parallel rank died, hangs, fell silent, decided differently or never came: none can go on.
+
+    `rank` is the one at fault, `forward` the forward that it happened at, if any. The message names both
+    and the cause.
+    """
+
+    code = "rank"
+
+    def __init__(self, message: str, *, rank: int, forward: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.forward = forward
+
+
 class ModelError(AioprefillError):
     """A model cannot be found, fetched, verified, converted or loaded."""
 
