@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from aioprefill.engine.model_loader import text_config, vocab_size
 from aioprefill.engine.paged_attention import ATTENTION_NAME, register
+from aioprefill.engine.shard import whole
 from aioprefill.errors import ModelError
 
 # What a layer may ask of its attention. Anything else that is set is a feature we do not have.
@@ -77,7 +78,7 @@ def own_logits(model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
     """Logits (tokens, vocabulary) by the model's own attention; switches it to ours afterwards."""
     try:
         with torch.inference_mode():
-            logits: torch.Tensor = model(input_ids=token_ids[None], use_cache=False).logits[0].float()
+            logits = whole(model(input_ids=token_ids[None], use_cache=False).logits)[0].float()
     except Exception as err:
         raise ModelError(f"{type(model).__name__} does not run as a language model: {err}") from err
     register()
@@ -88,7 +89,10 @@ def own_logits(model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def kv_shape(model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[int, int, int]:
-    """(layers, KV heads, head size), as seen in a forward. Raises `ModelError` naming what is missing."""
+    """(layers, KV heads, head size), as seen in a forward: of a sharded model, one rank's KV heads.
+
+    Raises `ModelError` naming what is missing.
+    """
     recorder = _Recorder()
     name = type(model).__name__
     try:
@@ -106,6 +110,25 @@ def kv_shape(model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[int, int,
         raise ModelError(f"{name} has layers of different KV shapes: {sorted(set(recorder.shapes.values()))}")
     _check_windows(model, recorder.windows)
     return layers, *recorder.shapes[0]
+
+
+def check_shard(model: PreTrainedModel, kv_heads: int, size: int, logits: torch.Tensor) -> None:
+    """Raise `ModelError` unless one of `size` ranks has its part of the KV heads, and all of the logits.
+
+    A tensor-parallel plan need not divide attention, and need not put the vocabulary together again.
+    """
+    name, config = type(model).__name__, text_config(model)
+    total = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    if kv_heads * size != total:
+        raise ModelError(
+            f"transformers' tensor-parallel plan of {name} gives each of {size} ranks {kv_heads} of its "
+            f"{total} KV heads, which is not an equal part; use --tp 1"
+        )
+    if logits.shape[-1] < vocab_size(model):
+        raise ModelError(
+            f"transformers' tensor-parallel plan of {name} gives each rank {logits.shape[-1]} of "
+            f"{vocab_size(model)} logits; use --tp 1"
+        )
 
 
 def _check_windows(model: PreTrainedModel, seen: set[int]) -> None:

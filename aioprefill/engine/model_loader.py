@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -14,6 +14,9 @@ from transformers.utils import logging as transformers_logging
 
 from aioprefill.engine.kv_pool import TORCH_DTYPES
 from aioprefill.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +39,13 @@ def parse_device(device: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def load_model(path: Path, *, dtype: str, device: torch.device) -> PreTrainedModel:
+def load_model(
+    path: Path, *, dtype: str, device: torch.device, mesh: DeviceMesh | None = None
+) -> PreTrainedModel:
     """The model of a local folder, ready for inference. Only safetensors are read, no code of the folder.
+
+    With `mesh` (one dimension, of this device's type) its weights are this rank's part of the model, and
+    its forwards are collectives of the mesh.
 
     Raises `ModelError` when the folder holds no model that transformers can load, `ConfigError` for an
     unknown dtype.
@@ -47,7 +55,7 @@ def load_model(path: Path, *, dtype: str, device: torch.device) -> PreTrainedMod
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} holds no model: there is no config.json in it")
     try:
-        with _quiet():
+        with _quiet(), _placed(mesh, device) as placement:
             model, report = AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=TORCH_DTYPES[dtype],
@@ -55,6 +63,7 @@ def load_model(path: Path, *, dtype: str, device: torch.device) -> PreTrainedMod
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
+                **placement,
             )
         model = model.to(device)
     except Exception as err:
@@ -66,6 +75,17 @@ def load_model(path: Path, *, dtype: str, device: torch.device) -> PreTrainedMod
         raise ModelError(f"{path} lacks {len(missing)} of its weights, such as {', '.join(missing[:3])}")
     loaded: PreTrainedModel = model.eval().requires_grad_(False)
     return loaded
+
+
+def _placed(
+    mesh: DeviceMesh | None, device: torch.device
+) -> contextlib.AbstractContextManager[dict[str, Any]]:
+    """How `from_pretrained` is to divide the model."""
+    if mesh is None:
+        return contextlib.nullcontext({})
+    from aioprefill.engine.model_shard import sharded
+
+    return sharded(mesh, device)
 
 
 @contextlib.contextmanager

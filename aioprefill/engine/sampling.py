@@ -69,7 +69,8 @@ def uniform(seed: int, position: int) -> float:
     return (int(np.random.Philox(key=key).random_raw()) >> 11) * 2.0**-53
 
 
-def _fresh_seed() -> int:
+def fresh_seed() -> int:
+    """A seed that nobody can guess, for rows without one."""
     return secrets.randbits(63)
 
 
@@ -79,7 +80,7 @@ class Sampler:
     `fresh_seed` gives seeds to the rows without one.
     """
 
-    def __init__(self, rows: Sequence[SampleRow], *, fresh_seed: Callable[[], int] = _fresh_seed) -> None:
+    def __init__(self, rows: Sequence[SampleRow], *, fresh_seed: Callable[[], int] = fresh_seed) -> None:
         self._rows = rows
         self._top = max((row.params.logprobs for row in rows), default=0)
         self._random: dict[_Draw, tuple[npt.NDArray[np.int64], list[npt.NDArray[Any]]]] = {}

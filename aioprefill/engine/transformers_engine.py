@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import inspect
 import itertools
 import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -31,11 +34,15 @@ from aioprefill.engine.model_loader import (
 )
 from aioprefill.engine.paged_attention import PagedAttention, make_masks
 from aioprefill.engine.port import ModelSpec, PageCopy, PageIds, SampledToken, Span
-from aioprefill.engine.sampling import Sampled, Sampler, ToDevice
+from aioprefill.engine.sampling import Sampled, Sampler, ToDevice, fresh_seed
+from aioprefill.engine.shard import EngineShard, default_threads, same_outcome, whole
 from aioprefill.engine.streams import CpuStream, CudaStream, Running
 from aioprefill.errors import ConfigError, DeviceError, HostError, ModelError
 from aioprefill.kv_layout import KVLayout
 from aioprefill.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from aioprefill.engine.shard_group import ShardGroup
 
 logger = logging.getLogger(__name__)
 
@@ -72,13 +79,17 @@ class TransformersEngine:
         pool: KVPool,
         *,
         threads: int | None = None,
+        group: ShardGroup | None = None,
     ) -> None:
+        """`group`: the ranks that the model is divided over, owned by the engine from here on."""
         self.folder: Path | None = None
         """The checkpoint's folder, where there is one: its tokenizer is there too."""
         self._model: PreTrainedModel | None = model
         self._spec = spec
         self._pool: KVPool | None = pool
         self._num_pages = pool.num_pages
+        self._group = group
+        self._fresh_seed = fresh_seed if group is None else group.common_seeds()
         self._write_error: DeviceError | None = None
         """Pages could not be filled: the stream thread sets it, and computes nothing more."""
         self._rows_per_page = pool.rows_per_page
@@ -102,37 +113,61 @@ class TransformersEngine:
         page_size: int = 16,
         kv_memory_bytes: int | None = None,
         threads: int | None = None,
+        shard: EngineShard | None = None,
     ) -> TransformersEngine:
         """Load a checkpoint's folder, examine it, and allocate the pool. Blocks for seconds to minutes.
 
         `kv_memory_bytes`: size of the pool, None for `default_kv_memory`. `threads`: CPU threads of one
-        operator, None for torch's choice. The context is at most what the pool holds. Raises `ModelError`
-        naming what is not supported, `ConfigError` for settings that cannot be.
+        operator, None for torch's choice. The context is at most what the pool holds.
+
+        `shard`: which part of the model to load; see `EngineShard`. All ranks get as many pages as the one
+        with the least memory. What one rank refuses, all refuse.
+
+        Raises `ModelError` naming what is not supported, `ConfigError` for settings that cannot be,
+        `HostError` when another rank is gone.
         """
         if page_size < 1:
             raise ConfigError(f"page_size: must be at least 1, got {page_size}")
-        target = parse_device(device)
-        model = load_model(path, dtype=dtype, device=target)
-        tokens = model_check.probe_tokens(model, min(page_size + 5, context_length(model)))
-        expected = model_check.own_logits(model, tokens)
-        layers, kv_heads, head_dim = model_check.kv_shape(model, tokens)
-        layout = KVLayout(fingerprint, layers, kv_heads, head_dim, page_size, dtype)
-        memory = default_kv_memory(target) if kv_memory_bytes is None else kv_memory_bytes
-        pool = KVPool(layout, pages_for_memory(layout, memory), target)
-        spec = ModelSpec(
-            name=name,
-            vocab_size=vocab_size(model),
-            context_length=_held_context(context_length(model), pool),
-            eos_token_ids=eos_token_ids(model),
-            layout=layout,
-        )
-        engine = cls(model, spec, pool, threads=threads)
-        engine.folder = path
-        try:
+        with contextlib.ExitStack() as undo:
+            if shard is None or shard.size == 1:
+                group, target, mesh = None, parse_device(device), None
+            else:
+                from aioprefill.engine.shard_group import ShardGroup
+
+                group = undo.enter_context(contextlib.closing(ShardGroup(shard)))
+                target = group.place(path, fingerprint, device)
+                mesh = group.mesh
+                if threads is None and target.type == "cpu":
+                    threads = default_threads(shard.size)
+            with same_outcome(group):
+                model = load_model(path, dtype=dtype, device=target, mesh=mesh)
+            tokens = model_check.probe_tokens(model, min(page_size + 5, context_length(model)))
+            expected = model_check.own_logits(model, tokens)
+            layers, kv_heads, head_dim = model_check.kv_shape(model, tokens)
+            layout = KVLayout(fingerprint, layers, kv_heads, head_dim, page_size, dtype)
+            if shard is not None and group is not None:
+                model_check.check_shard(model, kv_heads, shard.size, expected)
+                layout = replace(layout, shards=shard.size, shard=shard.rank)
+            with same_outcome(group):
+                memory = default_kv_memory(target) if kv_memory_bytes is None else kv_memory_bytes
+                pages = pages_for_memory(layout, memory)
+            if group is not None:
+                pages = group.smallest(pages)
+            with same_outcome(group):
+                pool = KVPool(layout, pages, target)
+            spec = ModelSpec(
+                name=name,
+                vocab_size=vocab_size(model),
+                context_length=_held_context(context_length(model), pool),
+                eos_token_ids=eos_token_ids(model),
+                layout=layout,
+            )
+            engine = undo.enter_context(
+                contextlib.closing(cls(model, spec, pool, threads=threads, group=group))
+            )
+            engine.folder = path
             engine._check_paging(tokens[: spec.context_length], expected)
-        except BaseException:
-            engine.close()
-            raise
+            undo.pop_all()
         return engine
 
     def __repr__(self) -> str:
@@ -164,7 +199,7 @@ class TransformersEngine:
         Raises `ValueError` for spans that break their contract, `HostError` once closed.
         """
         batch = pack(spans, self._spec, self._num_pages, self._rows_per_page)
-        sampler = Sampler(batch.samples)
+        sampler = Sampler(batch.samples, fresh_seed=self._fresh_seed)
 
         def work(to_device: ToDevice) -> Sampled:
             return sampler.sample(self._logits(batch, to_device), to_device)
@@ -190,7 +225,7 @@ class TransformersEngine:
             paged=PagedAttention(batch, self.pool, self._masks, to_device),
             **kept,
         )
-        logits: torch.Tensor = output.logits[0]
+        logits = whole(output.logits)[0]
         return logits if self._keeps_logits else logits[last]
 
     def _check_paging(self, tokens: torch.Tensor, expected: torch.Tensor) -> None:
@@ -216,6 +251,9 @@ class TransformersEngine:
         if self._model is None or self._pool is None:
             raise HostError("the engine is closed")
         dtype, device = self._spec.layout.dtype, self._pool.device
+        if self._group is not None:
+            work = partial(weights.stage_shard, self._model, folder, dtype, self._group)
+            return await asyncio.wrap_future(self._group.run(work))
         return await asyncio.to_thread(weights.stage, self._model, folder, dtype, device)
 
     def swap_weights(self, staged: weights.StagedWeights) -> concurrent.futures.Future[None]:
@@ -258,6 +296,8 @@ class TransformersEngine:
     def close(self) -> None:
         """See `Engine.close`."""
         self._stream.close()
+        if self._group is not None:
+            self._group.close()
         if self._pool is not None:
             on_cuda = self._pool.device.type == "cuda"
             self._model = self._pool = None

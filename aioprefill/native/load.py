@@ -11,6 +11,7 @@ from aioprefill.config import EngineConfig, NativeConfig
 from aioprefill.engine.grammar import Grammars
 from aioprefill.engine.kv_pool import KVPool
 from aioprefill.engine.model_files import resolve_model
+from aioprefill.engine.shard import EngineShard
 from aioprefill.engine.transformers_engine import TransformersEngine
 from aioprefill.errors import ModelError
 from aioprefill.kv_layout import DTYPE_BYTES
@@ -19,10 +20,12 @@ from aioprefill.transfer.pool_view import PoolView
 from aioprefill.transfer.port import KVTransfer
 
 
-def load_engine(config: EngineConfig) -> TransformersEngine:
+def load_engine(config: EngineConfig, shard: EngineShard | None = None) -> TransformersEngine:
     """Resolve and load the model. Blocks for seconds, or minutes when it is fetched.
 
-    Raises `ModelError` and `ConfigError`.
+    `shard`: this process's part of it, None for all of it; see `EngineShard`.
+
+    Raises what `TransformersEngine.load` does.
     """
     model = resolve_model(config.model, cache_dir=config.cache_dir)
     return TransformersEngine.load(
@@ -34,6 +37,7 @@ def load_engine(config: EngineConfig) -> TransformersEngine:
         page_size=config.page_size,
         kv_memory_bytes=config.kv_memory,
         threads=config.threads,
+        shard=shard,
     )
 
 
