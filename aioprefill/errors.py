@@ -92,16 +92,18 @@ class HostError(AioprefillError):
 class RankError(HostError):
     """A tensor-parallel rank died, hangs, fell silent, decided differently or never came: none can go on.
 
-    `rank` is the one at fault, `forward` the forward that it happened at, if any. The message names both
-    and the cause.
+    `rank` is the one at fault, `forward` the forward that it happened at, if any. `cause` continues a
+    sentence that begins with "rank N"; the message is that sentence, and names the forward.
     """
 
     code = "rank"
 
-    def __init__(self, message: str, *, rank: int, forward: int | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, rank: int, cause: str, *, forward: int | None = None) -> None:
+        told = forward is None or f"forward {forward}" in cause
+        super().__init__(f"rank {rank} {cause}" + ("" if told else f" (forward {forward})"))
         self.rank = rank
         self.forward = forward
+        self.cause = cause
 
 
 class ModelError(AioprefillError):
