@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,8 @@ class Sequence:
     """Tokens generated so far, the first one (sampled by prefill) included."""
     matcher: Matcher | None = None
     """Follows the output through its grammar."""
+    assembled: concurrent.futures.Future[None] | None = None
+    """When pages that came in shards are in order; until then the device writes to them."""
 
     @property
     def room(self) -> str:

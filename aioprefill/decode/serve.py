@@ -133,4 +133,5 @@ class DecodeService:
         self._streams.abandon(identity, message.request_id)
 
     def _stats(self, identity: bytes, message: StatsQuery) -> None:
-        self._send(identity, Stats(self._worker.stats()))
+        awaiting = self._receiver.stats()["rooms_awaiting_shards"]
+        self._send(identity, Stats({**self._worker.stats(), "rooms_awaiting_shards": awaiting}))

@@ -102,11 +102,19 @@ class DecodeWorker:
         reserved: list[int] = pages[: handoff.pages].tolist()
         return reserved
 
-    def arrived(self, room: str, pages: list[int], first: SampledToken, handoff: Handoff) -> None:
-        """All KV and the first token of a room are here; its pages are ours now."""
+    def arrived(
+        self, room: str, pages: list[int], first: SampledToken, handoff: Handoff, shards: int = 1
+    ) -> None:
+        """All KV and the first token of a room are here; its pages are ours now.
+
+        Pages that came in shards are assembled on the engine's stream, ahead of every step of the sequence.
+        """
         self._coming.discard(room)
-        table = np.concatenate([np.array(pages, dtype=np.int32), self._spare.pop(room)])
+        prompt = np.array(pages, dtype=np.int32)
+        table = np.concatenate([prompt, self._spare.pop(room)])
         sequence = Sequence(handoff, table, first.token_id)
+        if shards > 1 and room not in self._dropped:
+            sequence.assembled = self._engine.assemble_pages(prompt, shards)
         if room in self._dropped:
             self._dropped.discard(room)
             self._constraints.forget(room)
@@ -261,5 +269,13 @@ class DecodeWorker:
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
+        assembled = sequence.assembled
+        if assembled is None or assembled.done():
+            self._free(sequence)
+        else:  # it ends before its first step: the device still writes to the pages
+            loop = asyncio.get_running_loop()
+            assembled.add_done_callback(lambda done: loop.call_soon_threadsafe(self._free, sequence))
+
+    def _free(self, sequence: Sequence) -> None:
         self.pool.drop(sequence.pages)
         self.on_pages_free()

@@ -134,6 +134,15 @@ class Engine(Protocol):
         What is launched afterwards finds them filled. When it fails, so do all later forwards.
         """
 
+    def assemble_pages(self, pages: PageIds, shards: int) -> concurrent.futures.Future[None]:
+        """Queue the ordering of pages that hold `shards` shards one after the other. Never blocks.
+
+        A shard is shape (layers, 2, page_size, kv_heads / shards, head_dim), as a rank wrote it (see
+        `KVLayout.shard`). What is launched afterwards finds whole pages. The future ends when the device has
+        done it: nothing else may write to the pages before. When it fails, so do all later forwards. Raises
+        `ValueError` when `shards` does not divide the KV heads.
+        """
+
     def close(self) -> None:
         """Wait for launched forwards, then free the device and end the stream thread. Idempotent."""
 

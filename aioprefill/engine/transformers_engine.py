@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from aioprefill.completion import Completion
 from aioprefill.engine import model_check, weights
+from aioprefill.engine.assemble import assemble
 from aioprefill.engine.batch import PackedBatch, pack
 from aioprefill.engine.device_errors import not_finite
 from aioprefill.engine.kv_pool import KVPool, default_kv_memory, pages_for_memory
@@ -292,6 +293,24 @@ class TransformersEngine:
                 raise self._write_error from err
 
         return self._stream.queue(fill)
+
+    def assemble_pages(self, pages: PageIds, shards: int) -> concurrent.futures.Future[None]:
+        """See `Engine.assemble_pages`."""
+        if self._spec.layout.kv_heads % shards:
+            raise ValueError(f"{self._spec.layout.kv_heads} KV heads cannot come in {shards} shards")
+        wanted = torch.from_numpy(pages.astype(np.int64))
+
+        def order() -> None:
+            try:
+                pool = self.pool
+                assemble(pool.storage, wanted.to(pool.device), shards)
+            except Exception as err:
+                # a forward that is launched already counts on these pages
+                reason = f"KV pages could not be assembled: {err}"
+                self._write_error = DeviceError("kvAssembleFailed", reason, sticky=True)
+                raise self._write_error from err
+
+        return self._stream.run(order)
 
     def close(self) -> None:
         """See `Engine.close`."""

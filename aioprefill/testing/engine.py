@@ -99,6 +99,9 @@ class FakeEngine:
         self.keep_kv = False
         """Keep what stands for KV: `kv`, the tokens of each page. `page_tokens` shows them."""
         self.kv: npt.NDArray[np.uint8] | None = None
+        self.assemblies: list[tuple[list[int], int, concurrent.futures.Future[None]]] = []
+        """Pages that were assembled, of how many shards; and the futures, which the test may have to end."""
+        self.assemblies_by_hand = False
         self.closed = False
         self._duration_s = duration_s
         self._free_at = 0.0
@@ -156,6 +159,19 @@ class FakeEngine:
         self._pages()[pages] = blocks
         done: concurrent.futures.Future[None] = concurrent.futures.Future()
         done.set_result(None)
+        return done
+
+    def assemble_pages(self, pages: PageIds, shards: int) -> concurrent.futures.Future[None]:
+        """See `Engine.assemble_pages`: at once, or by the test, where `assemblies_by_hand` is set."""
+        layout = self.spec.layout
+        if layout.kv_heads % shards:
+            raise ValueError(f"{layout.kv_heads} KV heads cannot come in {shards} shards")
+        written = self._pages()[pages].reshape(len(pages), shards, 2 * layout.layers * layout.page_size, -1)
+        self._pages()[pages] = written.transpose(0, 2, 1, 3).reshape(len(pages), -1)
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self.assemblies.append((pages.tolist(), shards, done))
+        if not self.assemblies_by_hand:
+            done.set_result(None)
         return done
 
     def page_tokens(self, page: int) -> list[int]:

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from aioprefill.engine.port import SampledToken
+from aioprefill.errors import ConfigError
 from aioprefill.kv_layout import KVLayout
 from aioprefill.transfer.port import Handoff, TransferEvent
 from aioprefill.transfer.receiver_book import ReceiverBook
@@ -132,9 +133,14 @@ class InProcessPeer:
 
 
 class InProcessTransfer:
-    """Implements `KVTransfer`; `Handoff.peer` is the name of a peer that was added."""
+    """Implements `KVTransfer`; `Handoff.peer` is the name of a peer that was added.
+
+    Only whole pages: raises `ConfigError` for a layout with shards.
+    """
 
     def __init__(self, layout: KVLayout) -> None:
+        if layout.shards > 1:
+            raise ConfigError(f"the in-process KV transfer cannot carry shards, one of {layout.shards} given")
         self._key = secrets.token_hex(8)
         self._peers: dict[str, InProcessPeer] = {}
         self._book = RoomBook(self, layout, self._wake_host)

@@ -72,6 +72,8 @@ class NixlReceiver:
         room_timeout_s: float = 300.0,
         agent: NixlAgent | None = None,
     ) -> None:
+        if layout.shards > 1:
+            raise ConfigError(f"a decode worker assembles whole pages, not those of {layout.shards} shards")
         if pool.page_bytes != layout.page_bytes:
             raise ConfigError(
                 f"the pool's pages have {pool.page_bytes} bytes, in its layout {layout.page_bytes}"
@@ -136,7 +138,7 @@ class NixlReceiver:
         match message:
             case PoolInfo():
                 self._senders[epoch].agent = message
-            case Bootstrap() if self._refusal is not None:
+            case Bootstrap() if self._refusal is not None and not self._book.awaits(message):
                 self._send_to(identity, Refused(message.room, self._refusal, message.ticket))
             case Bootstrap():
                 self._book.bootstrap(epoch, message, now)

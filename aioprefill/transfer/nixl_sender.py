@@ -66,6 +66,11 @@ class NixlTransfer:
 
     `pool` is the KV pool that pages are read from, in the layout `layout`. A peer that is silent for
     `lease_s` fails its rooms; the peers hear from us each `ping_s`. `keys` are needed off loopback.
+
+    With tensor-parallel ranks each rank has a transfer of its own, for a pool whose layout says which shard
+    it is. `group` is one random text for all ranks of the server, fresh at each start, and all ranks open
+    the same rooms in the same order; the peer hands a room to its worker, and acknowledges each shard, when
+    all shards are there. Raises `ConfigError` for a shard without a group.
     """
 
     def __init__(
@@ -77,15 +82,20 @@ class NixlTransfer:
         ping_s: float = 1.0,
         keys: CurveKeys | None = None,
         agent: NixlAgent | None = None,
+        group: str = "",
     ) -> None:
         if pool.page_bytes != layout.page_bytes:
             raise ConfigError(
                 f"the pool has pages of {pool.page_bytes} bytes, its layout {layout.page_bytes}"
             )
+        if layout.shards > 1 and not group:
+            raise ConfigError(
+                f"KV transfer of {layout.shards} ranks needs a group: one random text, the same at all ranks"
+            )
         self._pool = pool
         self._layout = layout
         self._agent = agent or NixlAgent(f"prefill-{secrets.token_hex(8)}", pool)
-        self._book = RoomBook(self, layout, self._wake_host)
+        self._book = RoomBook(self, layout, self._wake_host, group=group)
         self._wake: Callable[[], None] = lambda: None
         self._links = LinkTable(self, layout, lease_s=lease_s, ping_s=ping_s, keys=keys)
         self._stopped: str | None = None

@@ -163,7 +163,7 @@ class PeerSession:
             commands.append(RemoveRemote(self.agent, self._lease_s))
         self.agent, self._added = info.agent, False
         self.state = SessionState.ADDING
-        return [*commands, AddRemote(remote_pool(info))]
+        return [*commands, AddRemote(remote_pool(self._layout, info))]
 
     def _reject(self, reason: str, now: float) -> list[SessionCommand]:
         self.state = SessionState.REJECTED

@@ -33,17 +33,31 @@ def pool_info(agent: str, metadata: bytes, pool: PoolView, layout: KVLayout) -> 
         head_dim=layout.head_dim,
         page_size=layout.page_size,
         dtype=layout.dtype,
+        shards=layout.shards,
+        shard=layout.shard,
     )
 
 
-def remote_pool(info: PoolInfo) -> RemotePool:
-    """Where the other process's pool is."""
-    pool = PoolView(info.base_address, info.num_pages, info.page_bytes, info.memory, info.device_id)
+def remote_pool(ours: KVLayout, info: PoolInfo) -> RemotePool:
+    """Where the pages that we write are in the other process's pool, which fits ours (`misfit`).
+
+    Of each whole page a rank writes its own part: shard r the bytes from r * ours.page_bytes on. The other
+    process puts the heads in order when it has all parts.
+    """
+    base = info.base_address + ours.shard * ours.page_bytes
+    stride = None if ours.shards == 1 else info.page_bytes
+    pool = PoolView(base, info.num_pages, ours.page_bytes, info.memory, info.device_id, stride)
     return RemotePool(info.agent, info.metadata, pool)
 
 
 def misfit(ours: KVLayout, info: PoolInfo) -> str | None:
-    """In what the other pool's pages differ from ours, as text; None when pages may travel."""
+    """In what the other pool's pages differ from ours, as text; None when pages may travel.
+
+    The other pool's are whole pages, whatever ours are: only such can be put together from shards.
+    """
+    if info.shards != 1:
+        return f"shards is {info.shards}, expected 1: shards can be assembled in whole pages only"
+    whole = ours.whole()
     theirs = KVLayout(
         fingerprint=info.fingerprint,
         layers=info.layers,
@@ -52,7 +66,7 @@ def misfit(ours: KVLayout, info: PoolInfo) -> str | None:
         page_size=info.page_size,
         dtype=info.dtype,
     )
-    difference = ours.difference(theirs)
-    if difference is None and info.page_bytes != ours.page_bytes:
-        difference = f"page_bytes is {info.page_bytes}, expected {ours.page_bytes}"
+    difference = whole.difference(theirs)
+    if difference is None and info.page_bytes != whole.page_bytes:
+        difference = f"page_bytes is {info.page_bytes}, expected {whole.page_bytes}"
     return difference

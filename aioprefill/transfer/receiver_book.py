@@ -1,35 +1,33 @@
 """All rooms of one decode process. Decides what to answer and what to tell the worker; does no I/O. Pure.
 
-A sender is any string that names one prefill process's connection; a room is its sender and a ticket.
+A sender is any string that names one prefill process's connection; a room is its sender and a ticket. Of a
+hand-off in shards each shard is a room; `shard_assembler.py` knows which belong together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from aioprefill.errors import AioprefillError
 from aioprefill.kv_layout import KVLayout
-from aioprefill.transfer.port import Handoff
+from aioprefill.transfer.receiver_check import handoff_of, misfit, part_of
+from aioprefill.transfer.receiver_moves import ReceiverMoves, Reply
 from aioprefill.transfer.receiver_port import ReceiverHandler
 from aioprefill.transfer.receiver_rooms import (
     Cancelled,
     Committed,
-    Effect,
     GivenUp,
     Input,
-    PagesGranted,
     ReceiverRoom,
     ReceiverState,
     SenderDead,
     Settled,
     Written,
 )
-from aioprefill.wire.messages import Arrived, Bootstrap, Cancel, Commit, Refused, Reserved, pack_ids
+from aioprefill.transfer.shard_assembler import Origin
+from aioprefill.wire.messages import Bootstrap, Cancel, Commit, Refused
 
 _LOST = (ReceiverState.QUARANTINED, ReceiverState.SETTLING)
-
-Reply = Callable[[str, Reserved | Refused | Arrived], None]
-"""Sends a message to a sender; one that has left does not get it."""
+_COMING = (ReceiverState.RESERVED, ReceiverState.ASSEMBLING)
 
 
 class ReceiverBook:
@@ -52,18 +50,16 @@ class ReceiverBook:
     ) -> None:
         self._layout = layout
         self._num_pages = num_pages
-        self._handler = handler
         self._reply = reply
-        self._settle = settle
         self._room_timeout_s = room_timeout_s
-        self._rooms: dict[tuple[str, int], ReceiverRoom] = {}
-        self._held: dict[str, ReceiverRoom] = {}
-        """Rooms that have pages, by name."""
+        self._moves = ReceiverMoves(handler, reply, settle, self.retry_reservations)
+        self._rooms = self._moves.rooms
+        self._shards = self._moves.shards
         self._retrying = False
         self._retry_again = False
 
     def __repr__(self) -> str:
-        return f"<ReceiverBook rooms={len(self._rooms)} holding_pages={len(self._held)}>"
+        return f"<ReceiverBook rooms={len(self._rooms)} holding_pages={self._moves.holding}>"
 
     def __len__(self) -> int:
         return len(self._rooms)
@@ -71,11 +67,11 @@ class ReceiverBook:
     @property
     def expecting(self) -> bool:
         """True while anybody may be writing into our pages."""
-        return bool(self._held)
+        return self._moves.holding > 0
 
     def holds_pages_of(self, sender: str) -> bool:
         """True while a sender may be writing into our pages."""
-        return any(room.sender == sender for room in self._held.values())
+        return self._moves.holds_pages_of(sender)
 
     def is_queued(self, room: str) -> bool:
         """A room of that name is announced and waits for pages."""
@@ -83,49 +79,48 @@ class ReceiverBook:
         return any(known.handoff.room == room and known.state is queued for known in self._rooms.values())
 
     def stats(self) -> dict[str, int]:
-        """Number of rooms in each state, and of pages in quarantine."""
+        """Number of rooms in each state, and of pages in quarantine.
+
+        A room counts once for each of its shards; `rooms_awaiting_shards` are rooms of which some are here.
+        """
         counts = {f"rooms_{state.value}": 0 for state in ReceiverState if state is not ReceiverState.GONE}
-        pages = 0
+        pages: dict[Origin, int] = {}
         for room in self._rooms.values():
             counts[f"rooms_{room.state.value}"] += 1
-            pages += len(room.pages) if room.state in _LOST else 0
-        return {**counts, "pages_quarantined": pages}
+            if room.state in _LOST:
+                pages[room.origin] = len(room.pages)
+        awaiting = self._shards.awaiting
+        return {**counts, "rooms_awaiting_shards": awaiting, "pages_quarantined": sum(pages.values())}
 
     # What senders say
 
     def bootstrap(self, sender: str, message: Bootstrap, now: float) -> None:
         """A sender announces a room."""
-        handoff = Handoff(
-            room=message.room,
-            peer=sender,
-            prompt_tokens=message.prompt_tokens,
-            pages=message.pages,
-            sampling=message.sampling,
-            max_new_tokens=message.max_new_tokens,
-            ignore_eos=message.ignore_eos,
-            grammar=message.grammar,
-        )
-        problem = self._misfit(message)
+        room = ReceiverRoom(handoff_of(sender, message), sender, message.ticket, now, part_of(message))
+        problem = misfit(self._layout, self._num_pages, message) or self._conflict(room)
         if problem is not None:
             self._reply(sender, Refused(message.room, problem, message.ticket))
             return
-        self._rooms[sender, message.ticket] = ReceiverRoom(handoff, sender, message.ticket, now)
+        for other in list(self._rooms.values()):
+            if other.handoff.room == message.room and _supersedes(room, other):
+                self._moves.make([other], GivenUp("its prefill server begins it anew"), now)
+        self._moves.add(room, now)
         self.retry_reservations(now)
 
-    def _misfit(self, message: Bootstrap) -> str | None:
-        layout = self._layout
-        if message.fingerprint != layout.fingerprint:
-            return f"fingerprint is {message.fingerprint!r}, expected {layout.fingerprint!r}: other weights"
-        if message.page_bytes != layout.page_bytes:
-            return f"page_bytes is {message.page_bytes}, expected {layout.page_bytes}"
-        if message.prompt_tokens < 1 or message.pages != layout.pages_for(message.prompt_tokens):
-            return f"{message.prompt_tokens} tokens do not fill {message.pages} pages of {layout.page_size}"
-        if message.pages > self._num_pages:
-            return f"needs {message.pages} KV pages, the decode worker has {self._num_pages}"
-        for room in self._rooms.values():
-            if room.handoff.room == message.room and room.state not in _LOST:
-                return f"room {message.room} is being received already"
-        return None
+    def awaits(self, message: Bootstrap) -> bool:
+        """True when an announcement is of a shard whose room has its pages already."""
+        return message.shards > 1 and self._shards.holds_pages((message.group, message.ticket))
+
+    def _conflict(self, room: ReceiverRoom) -> str | None:
+        name = room.handoff.room
+        for other in self._rooms.values():
+            if other.handoff.room != name or other.state in _LOST or other.origin == room.origin:
+                continue
+            if not _supersedes(room, other):
+                return f"room {name} is being received already"
+        if (room.sender, room.ticket) in self._rooms:
+            return f"ticket {room.ticket} is that of another room"
+        return self._shards.objection(room) if room.part.shards > 1 else None
 
     def written(self, sender: str, ticket: int, number: int, now: float) -> None:
         """A write of a sender is complete."""
@@ -168,8 +163,9 @@ class ReceiverBook:
     def expire(self, now: float) -> None:
         """Give up reserved rooms that show no progress."""
         for key, room in list(self._rooms.items()):
-            if room.state is ReceiverState.RESERVED and now - room.touched_at > self._room_timeout_s:
-                self._handle(key, GivenUp(f"no KV came for {self._room_timeout_s:g} s"), now)
+            if room.state in _COMING and now - room.touched_at > self._room_timeout_s:
+                shortfall = self._shards.shortfall(room) if room.part.shards > 1 else ""
+                self._handle(key, GivenUp(f"no KV came for {self._room_timeout_s:g} s{shortfall}"), now)
 
     def close(self, reason: str, now: float) -> None:
         """Nothing can be written any more: lose all rooms and release their pages."""
@@ -194,18 +190,11 @@ class ReceiverBook:
             self._retrying = False
 
     def _reserve_waiting(self, now: float) -> None:
-        for key, room in list(self._rooms.items()):
-            if room.state is not ReceiverState.QUEUED or room.handoff.room in self._held:
+        for room in list(self._rooms.values()):
+            if room.state is not ReceiverState.QUEUED or self._moves.is_held(room.handoff.room):
                 continue  # its name's predecessor still has pages: one room of a name at a time
-            try:
-                pages = self._handler.reserve(room.handoff)
-            except AioprefillError as err:
-                del self._rooms[key]
-                self._reply(room.sender, Refused(room.handoff.room, str(err), room.ticket))
-                continue
-            if pages is None:
+            if not self._moves.reserve(room, now):
                 return
-            self._handle(key, PagesGranted([int(page) for page in pages]), now)
 
     def _handle_all(self, sender: str, event: Input, now: float) -> None:
         for key in [key for key in self._rooms if key[0] == sender]:
@@ -213,36 +202,10 @@ class ReceiverBook:
 
     def _handle(self, key: tuple[str, int], event: Input, now: float) -> None:
         room = self._rooms.get(key)
-        if room is None:
-            return
-        room.touched_at = now
-        effects = room.handle(event)
-        if room.state is ReceiverState.RESERVED:
-            self._held[room.handoff.room] = room
-        elif room.state is ReceiverState.GONE:
-            del self._rooms[key]
-            if self._held.get(room.handoff.room) is room:
-                del self._held[room.handoff.room]
-        for effect in effects:
-            self._perform(room, effect)
-        if Effect.RELEASED in effects:
-            self.retry_reservations(now)
+        if room is not None:
+            self._moves.make([room], event, now)
 
-    def _perform(self, room: ReceiverRoom, effect: Effect) -> None:
-        name, ticket = room.handoff.room, room.ticket
-        match effect:
-            case Effect.RESERVED:
-                self._reply(room.sender, Reserved(name, pack_ids(room.pages), ticket))
-            case Effect.REFUSED:
-                self._reply(room.sender, Refused(name, room.reason, ticket))
-            case Effect.ACKNOWLEDGED:
-                self._reply(room.sender, Arrived(name, ticket))
-            case Effect.ARRIVED:
-                assert room.first is not None, "a room arrives with its Commit"
-                self._handler.arrived(name, room.pages, room.first, room.handoff)
-            case Effect.LOST:
-                self._handler.lost(name, room.reason)
-            case Effect.SETTLE:
-                self._settle(room.sender, ticket)
-            case Effect.RELEASED:
-                self._handler.release_pages(name, room.pages)
+
+def _supersedes(room: ReceiverRoom, other: ReceiverRoom) -> bool:
+    """Both are shards of rooms of one server, which has ended the older hand-off."""
+    return room.part.shards > 1 and room.part.group == other.part.group and room.ticket > other.ticket

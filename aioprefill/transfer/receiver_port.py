@@ -23,8 +23,14 @@ class ReceiverHandler(Protocol):
         Raises `InvalidRequest` or `PeerError` to refuse the room.
         """
 
-    def arrived(self, room: str, pages: list[int], first: SampledToken, handoff: Handoff) -> None:
-        """All pages are written and the first token is here."""
+    def arrived(
+        self, room: str, pages: list[int], first: SampledToken, handoff: Handoff, shards: int = 1
+    ) -> None:
+        """All pages are written and the first token is here.
+
+        `shards` above 1: a page holds so many shards, one after the other, and is yet to be assembled (see
+        `Engine.assemble_pages`). It is only given then.
+        """
 
     def lost(self, room: str, reason: str) -> None:
         """The room will not arrive. Once, for each room that `reserve` was asked about and did not refuse."""

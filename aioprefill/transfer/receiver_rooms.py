@@ -1,8 +1,8 @@
-"""One hand-off as the decode side sees it: a pure state machine.
+"""One hand-off, or one shard of it, as the decode side sees it: a pure state machine.
 
 Rule: pages that were reserved come back when their sender says that it is quiet, or is known dead, and
 what it sent before has come in; until then a lost room stays in quarantine, because a write that has
-begun cannot be stopped.
+begun cannot be stopped. A shard that is complete is written to no more: its pages come back at once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from aioprefill.engine.port import SampledToken
 from aioprefill.errors import InvalidMove
+from aioprefill.transfer.part import WHOLE, Part
 from aioprefill.transfer.port import Handoff
 from aioprefill.wire.messages import Commit
 
@@ -22,6 +23,8 @@ class ReceiverState(enum.Enum):
     QUEUED = "queued"
     """No pages for it yet."""
     RESERVED = "reserved"
+    ASSEMBLING = "assembling"
+    """All of a shard is here; other shards are not."""
     QUARANTINED = "quarantined"
     """Lost, but its sender may still be writing."""
     SETTLING = "settling"
@@ -51,6 +54,11 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
+class Assembled:
+    """All shards are here."""
+
+
+@dataclass(frozen=True, slots=True)
 class Cancelled:
     """The sender gives the room up; `quiet`: and writes no more."""
 
@@ -75,7 +83,7 @@ class Settled:
     """All that was sent before the sender ended has come in."""
 
 
-Input = PagesGranted | Written | Committed | Cancelled | GivenUp | SenderDead | Settled
+Input = PagesGranted | Written | Committed | Assembled | Cancelled | GivenUp | SenderDead | Settled
 
 
 class Effect(enum.Enum):
@@ -85,6 +93,7 @@ class Effect(enum.Enum):
     REFUSED = "tell the sender that the room is given up"
     ACKNOWLEDGED = "tell the sender that all has arrived"
     ARRIVED = "hand the room to the worker"
+    COMPLETE = "answer with Assembled when the other shards are here too"
     LOST = "tell the worker that the room will not arrive"
     SETTLE = "answer with Settled, soon"
     RELEASED = "give the worker its pages back"
@@ -104,6 +113,10 @@ MOVES: dict[tuple[ReceiverState, type[Input]], str] = {
     (_S.RESERVED, Cancelled): "cancel",
     (_S.RESERVED, GivenUp): "give_up",
     (_S.RESERVED, SenderDead): "lose",
+    (_S.ASSEMBLING, Assembled): "assemble",
+    (_S.ASSEMBLING, GivenUp): "give_up_complete",
+    **{(_S.ASSEMBLING, kind): "lose_complete" for kind in (Cancelled, SenderDead)},
+    **{(_S.ASSEMBLING, kind): "ignore" for kind in (Written, Committed)},
     (_S.QUARANTINED, Cancelled): "cancel",
     (_S.QUARANTINED, SenderDead): "lose",
     **{(_S.QUARANTINED, kind): "ignore" for kind in (Written, Committed, GivenUp)},
@@ -115,10 +128,13 @@ MOVES: dict[tuple[ReceiverState, type[Input]], str] = {
 class ReceiverRoom:
     """State of one hand-off. `touched_at` is the time of the last sign of progress."""
 
-    def __init__(self, handoff: Handoff, sender: str, ticket: int, now: float) -> None:
+    def __init__(self, handoff: Handoff, sender: str, ticket: int, now: float, part: Part = WHOLE) -> None:
         self.handoff = handoff
         self.sender = sender
         self.ticket = ticket
+        self.part = part
+        self.origin = (part.group or sender, ticket)
+        """Names the hand-off: the same for all its shards."""
         self.touched_at = now
         self.state = ReceiverState.QUEUED
         self.reason = ""
@@ -162,8 +178,23 @@ class ReceiverRoom:
     def _arrive_if_complete(self) -> list[Effect]:
         if len(self._written) != self._writes:
             return []
+        if self.part.shards > 1:
+            self.state = ReceiverState.ASSEMBLING
+            return [Effect.COMPLETE]
         self.state = ReceiverState.GONE
         return [Effect.ACKNOWLEDGED, Effect.ARRIVED]
+
+    def _assemble(self, event: Assembled) -> list[Effect]:
+        self.state = ReceiverState.GONE
+        return [Effect.ACKNOWLEDGED]
+
+    def _give_up_complete(self, event: GivenUp) -> list[Effect]:
+        return [Effect.REFUSED, *self._lose_complete(event)]
+
+    def _lose_complete(self, event: GivenUp | Cancelled | SenderDead) -> list[Effect]:
+        self.reason = _reason(event)
+        self.state = ReceiverState.GONE
+        return [Effect.LOST, Effect.RELEASED]
 
     def _give_up(self, event: GivenUp) -> list[Effect]:
         self.reason = event.reason
@@ -182,7 +213,7 @@ class ReceiverRoom:
         """The end of a room that no write touches any more."""
         effects = [] if self.state is ReceiverState.QUARANTINED else [Effect.LOST]
         if not self.reason:
-            self.reason = event.reason if isinstance(event, Cancelled) else "its prefill process died"
+            self.reason = _reason(event)
         if not self.pages:
             self.state = ReceiverState.GONE
             return effects
@@ -192,3 +223,7 @@ class ReceiverRoom:
     def _settle(self, event: Settled) -> list[Effect]:
         self.state = ReceiverState.GONE
         return [Effect.RELEASED]
+
+
+def _reason(event: GivenUp | Cancelled | SenderDead) -> str:
+    return "its prefill process died" if isinstance(event, SenderDead) else event.reason

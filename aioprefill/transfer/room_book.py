@@ -10,6 +10,7 @@ from typing import Protocol
 
 from aioprefill.errors import InvalidMove
 from aioprefill.kv_layout import KVLayout
+from aioprefill.transfer.part import WHOLE, Part, first_ticket
 from aioprefill.transfer.port import Handoff, TransferEvent
 from aioprefill.transfer.room_events import (
     Command,
@@ -39,9 +40,15 @@ class Carrier(Protocol):
 
 
 class RoomBook:
-    """Rooms by name (the host's calls) and by ticket (the peers' messages)."""
+    """Rooms by name (the host's calls) and by ticket (the peers' messages).
 
-    def __init__(self, carrier: Carrier, layout: KVLayout, wake: Callable[[], None]) -> None:
+    With a layout of several shards `group` names the server, the same at all its ranks. These open the same
+    rooms in the same order, so that the tickets agree.
+    """
+
+    def __init__(
+        self, carrier: Carrier, layout: KVLayout, wake: Callable[[], None], *, group: str = ""
+    ) -> None:
         self._carrier = carrier
         self._layout = layout
         self._wake = wake
@@ -49,8 +56,10 @@ class RoomBook:
         self._rooms: dict[int, SenderRoom] = {}
         self._tickets: dict[str, int] = {}
         self._events: deque[TransferEvent] = deque()
+        self._part = WHOLE if layout.shards == 1 else Part(layout.shards, layout.shard, group)
         # random start: a peer that outlives us must not take our tickets for those of our predecessor
-        self._next_ticket = itertools.count(secrets.randbits(48))
+        first = secrets.randbits(48) if self._part is WHOLE else first_ticket(group)
+        self._next_ticket = itertools.count(first)
 
     def __repr__(self) -> str:
         return f"<RoomBook rooms={len(self._rooms)} events={len(self._events)}>"
@@ -73,6 +82,7 @@ class RoomBook:
             fingerprint=self._layout.fingerprint,
             page_bytes=self._layout.page_bytes,
             write_pages=self._write_pages,
+            part=self._part,
         )
         return ticket
 

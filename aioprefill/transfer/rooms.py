@@ -16,6 +16,7 @@ import numpy as np
 
 from aioprefill.engine.port import SampledToken
 from aioprefill.errors import InvalidMove
+from aioprefill.transfer.part import WHOLE, Part
 from aioprefill.transfer.port import Handoff, TransferEvent, TransferState
 from aioprefill.transfer.room_events import (
     Abandoned,
@@ -90,7 +91,14 @@ class SenderRoom:
     """State of one hand-off. `ticket` names it on the wire: the request id may come back, a ticket never."""
 
     def __init__(
-        self, handoff: Handoff, ticket: int, *, fingerprint: str, page_bytes: int, write_pages: int
+        self,
+        handoff: Handoff,
+        ticket: int,
+        *,
+        fingerprint: str,
+        page_bytes: int,
+        write_pages: int,
+        part: Part = WHOLE,
     ) -> None:
         self.handoff = handoff
         self.ticket = ticket
@@ -100,6 +108,7 @@ class SenderRoom:
         self._fingerprint = fingerprint
         self._page_bytes = page_bytes
         self._write_pages = write_pages
+        self._part = part
         self._remote = np.empty(0, dtype=np.int32)
         self._next_page = 0
         self._writes = 0
@@ -142,6 +151,9 @@ class SenderRoom:
             page_bytes=self._page_bytes,
             ticket=self.ticket,
             grammar=handoff.grammar,
+            shards=self._part.shards,
+            shard=self._part.shard,
+            group=self._part.group,
         )
         return [Tell(bootstrap)]
 

@@ -165,7 +165,7 @@ class Finished(msgspec.Struct, tag="finished", frozen=True):
     tokens: int
 
 
-class PoolInfo(msgspec.Struct, tag="pool", frozen=True):
+class PoolInfo(msgspec.Struct, tag="pool", frozen=True, omit_defaults=True):
     """Where a process's KV pool is, and in what layout.
 
     Decode -> prefill right after `Welcome`; prefill -> decode before its first room.
@@ -184,13 +184,23 @@ class PoolInfo(msgspec.Struct, tag="pool", frozen=True):
     fingerprint: str
     layers: int
     kv_heads: int
+    """In a page of this pool: with shards, one rank's."""
     head_dim: int
     page_size: int
     dtype: str
+    shards: int = 1
+    """Ranks that a page's heads are divided over."""
+    shard: int = 0
+    """Which of them this process is."""
 
 
-class Bootstrap(msgspec.Struct, tag="bootstrap", frozen=True):
-    """Prefill -> decode: a room is coming; reserve its pages. Answer: `Reserved` or `Refused`."""
+class Bootstrap(msgspec.Struct, tag="bootstrap", frozen=True, omit_defaults=True):
+    """Prefill -> decode: a room is coming; reserve its pages. Answer: `Reserved` or `Refused`.
+
+    Of a prefill server with several ranks each rank announces its own shard of the room, over its own
+    connection; group and ticket say which shards belong together. Older software, which knows no shards,
+    refuses them by their page_bytes.
+    """
 
     room: str
     prompt_tokens: int
@@ -200,9 +210,16 @@ class Bootstrap(msgspec.Struct, tag="bootstrap", frozen=True):
     ignore_eos: bool
     fingerprint: str
     page_bytes: int
+    """Of a page at the sender: with shards, of its part."""
     ticket: int = 0
-    """Number of this hand-off at its sender, repeated in all that concerns it: room names may come back."""
+    """Number of this hand-off at its sender, repeated in all that concerns it: room names may come back.
+
+    The same at all ranks of a server."""
     grammar: GrammarSpec | None = None
+    shards: int = 1
+    shard: int = 0
+    group: str = ""
+    """Names the server whose ranks send the shards; only with several."""
 
 
 class Reserved(msgspec.Struct, tag="reserved", frozen=True):
