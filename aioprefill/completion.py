@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Protocol
 
-from aioprefill.errors import ConfigError, DeviceError
+from aioprefill.errors import ConfigError, DeviceError, HostError
 
 # Errors after which a CUDA context cannot be used any more: only a new process helps.
 STICKY_CUDA_ERRORS = frozenset(
@@ -45,6 +45,10 @@ class Completion(Protocol):
     (`HostError`), not a wait for ever.
     """
 
+    @property
+    def submitted(self) -> bool:
+        """Its sample is on its way to the device; only then may it be polled."""
+
     def query(self) -> bool:
         """True when done. Never blocks. Raises `DeviceError` when the forward failed."""
 
@@ -55,11 +59,22 @@ class Completion(Protocol):
         """Block the calling thread until done. Raises `DeviceError` as `query` does."""
 
 
+async def end_of(completion: Completion) -> DeviceError | HostError | None:
+    """Wait until the forward is done; how it failed, or None. Cancelling it leaves the forward be."""
+    try:
+        await completion.wait()
+    except (DeviceError, HostError) as error:
+        return error
+    return None
+
+
 class FutureCompletion:
     """Done when a future of the engine's stream thread is; the future wakes the loop by itself.
 
     The future's exception, if any, is raised: engines put a `DeviceError` there.
     """
+
+    submitted = True
 
     def __init__(self, future: concurrent.futures.Future[Any]) -> None:
         self._future = future
@@ -105,6 +120,8 @@ class CudaEventCompletion:
     Pacing of `wait`: poll every `poll_s`, at least 1 ms because uvloop's timers have whole milliseconds
     and a shorter sleep there is a busy spin.
     """
+
+    submitted = True
 
     def __init__(
         self,

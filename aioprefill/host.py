@@ -158,6 +158,41 @@ class PrefillHost(Protocol):
         """Answer every open request with `error`, stop threads and sockets. Idempotent. Bounded in time."""
 
 
+class ReplicatedHost(PrefillHost, Protocol):
+    """A host that can run on several ranks, be recorded and be replayed: it decides by calls and facts alone.
+
+    A *fact* is anything that comes to the host from outside its calls: requests, aborts, commands, what a
+    transfer or a compilation came to. Facts take effect at the beginning of a host call and nowhere else.
+    """
+
+    def take_facts(self) -> bytes:
+        """What came from outside since the last call, to be given to other ranks; b"" for nothing.
+
+        Leader only. The call that follows sees these facts and no others.
+        """
+
+    def give_facts(self, facts: bytes) -> None:
+        """Followers and replays only: what the leader's `take_facts` returned before the call to come."""
+
+    def describe(self, batch: Any) -> bytes:
+        """What ranks must have decided alike about a batch: request ids, token ranges, pages."""
+
+    def follow(self, report: Callable[[bytes], None]) -> None:
+        """Be a follower, before `bind`: nothing comes in but by `give_facts`.
+
+        What this rank alone can know (its shard's transfers, say) goes to `report`.
+        """
+
+    def lead(self, size: int, *, recorded: bool) -> None:
+        """Be the leader of `size` ranks, before `bind`: reports of the others come by `take_report`.
+
+        `recorded`: the facts have what forwards sampled too, for a replay that has no model.
+        """
+
+    def take_report(self, rank: int, report: bytes) -> None:
+        """Leader only: what a follower's host gave to its `report`. Becomes facts when all ranks agree."""
+
+
 @dataclass(frozen=True, slots=True)
 class DrainReport:
     """What became of the requests that were open when a drain began."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aioprefill.config import SchedulerConfig
+from aioprefill.errors import DeviceError
 from aioprefill.host import PrefillHost
 from aioprefill.host_calls import HostCalls
 from aioprefill.pipeline import Pipeline
 from aioprefill.signals import Signals
-from aioprefill.tp_agree import Agreement
+from aioprefill.tp_agree import Agreement, Digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class LoopCore:
     signals: Signals
     agreement: Agreement
     config: SchedulerConfig
+    digest: Digest | None = None
+    """Kept where there are other ranks, or a recording."""
 
     def take_input(self, *, scheduling_step: bool = False) -> None:
         """One `ingest`; what is left over, and what a resume sets free, is signalled."""
@@ -53,11 +56,19 @@ class LoopCore:
             self.pipeline.prepared(attempt, batch is not None)
             if batch is None:
                 return
-            number = self.pipeline.next_number
-            forward = self.calls.launch(batch, number)
-            self.pipeline.launched(forward, self.calls.now())
+            forward = self.calls.launch(self.pipeline.next_number)
+            digest = 0 if self.digest is None else self.digest.value
+            self.pipeline.launched(forward, self.calls.now(), digest)
             self.signals.results.set()
             scheduling_step = False
+
+    def voted(self, number: int, error: DeviceError | None) -> None:
+        """The vote on a forward is over."""
+        self.pipeline.voted(number, error, self.calls.now())
+        self.calls.agreed = number + 1
+        self.signals.progress.set()
+        if self.pipeline.held:
+            self.signals.input.set()
 
     def scheduling_step(self) -> None:
         """The step, without a result in front."""

@@ -28,6 +28,8 @@ class Flight:
     launched_at: float
     running_since: float
     """When the device could begin with it: its launch, or the vote on its predecessor if that came later."""
+    digest: int = 0
+    """What the ranks had decided by its launch; see `tp_agree.Digest`."""
     agreed: bool = False
     """Complete, or failed with `error`, on every rank: its vote is over."""
     error: DeviceError | None = None
@@ -201,14 +203,14 @@ class Pipeline:
             self.counters.empty_preparations += 1
             self.marker = bool(self.flights)
 
-    def launched(self, forward: Forward, now: float) -> None:
+    def launched(self, forward: Forward, now: float, digest: int = 0) -> None:
         """`launch` returned."""
         assert self._preparing, "a forward was launched without a preparation"
         assert len(self.flights) < SLOTS, "a third forward was launched"
         assert forward.number == self.next_number, f"forward {forward.number} is not {self.next_number}"
         self._preparing = False
         self._idle_step_due = False
-        self.flights.append(Flight(forward, now, now))
+        self.flights.append(Flight(forward, now, now, digest))
         self.counters.launched += 1
         self.counters.max_in_flight = max(self.counters.max_in_flight, len(self.flights))
 

@@ -7,23 +7,26 @@ import contextlib
 import logging
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn, cast
 
 from aioprefill.config import SchedulerConfig
-from aioprefill.errors import AioprefillError, HostError, RequestAborted
+from aioprefill.errors import AioprefillError, HostError, RankError, RequestAborted
+from aioprefill.follower import STOP, first_cause
 from aioprefill.health import Facts, verdict
-from aioprefill.host import DrainReport, PrefillHost, Wake
-from aioprefill.host_calls import CallMeter, HostCalls
+from aioprefill.host import DrainReport, PrefillHost, ReplicatedHost, Wake
+from aioprefill.host_calls import CallMeter, CallRunner, HostCalls
 from aioprefill.intake_task import intake_task
 from aioprefill.loop_core import LoopCore
 from aioprefill.operations import Frontend, Operations
 from aioprefill.pipeline import Pipeline
 from aioprefill.prepare_task import prepare_task
+from aioprefill.ranks.port import RankLink
+from aioprefill.recording import Recording
 from aioprefill.request import PrefillHandle, PrefillRequest
 from aioprefill.result_task import result_task
 from aioprefill.signals import Signals
 from aioprefill.stats import Health, SchedulerStats
-from aioprefill.tp_agree import CallOrder, SoloAgreement
+from aioprefill.tp_agree import Agreement, CallOrder, CallToken, Digest, SoloAgreement, encode_token
 from aioprefill.transfer_task import transfer_task
 
 logger = logging.getLogger(__name__)
@@ -39,15 +42,30 @@ class PrefillScheduler(Operations):
 
     Leaving the block drains (see `drain`) and stops. An error that breaks the host answers every open
     request with `HostError` and is raised from the block's end; `wait_stopped` tells earlier.
+
+    With `ranks` it is rank 0 of several (the others run a `Follower`), with `recording` everything that it
+    decides is recorded; both need a `ReplicatedHost`. Both are closed with the scheduler.
     """
 
-    def __init__(self, host: PrefillHost, config: SchedulerConfig | None = None) -> None:
+    def __init__(
+        self,
+        host: PrefillHost,
+        config: SchedulerConfig | None = None,
+        *,
+        ranks: RankLink | None = None,
+        recording: Recording | None = None,
+    ) -> None:
         super().__init__()
         self._host = host
         self._config = config or SchedulerConfig()
         self._pipeline = Pipeline()
         self._meter = CallMeter(slow_s=self._config.slow_call_s)
         self._order = CallOrder()
+        self._ranks = ranks
+        self._recording = recording
+        self._runner_of_calls = CallRunner(host, self._meter)
+        self._lost: asyncio.Future[NoReturn] | None = None
+        """Fails when another rank is lost."""
         self._core: LoopCore | None = None
         self._stop = asyncio.Event()
         self._over = asyncio.Event()
@@ -70,13 +88,21 @@ class PrefillScheduler(Operations):
         assert self._runner is None, "a scheduler runs once"
         loop = asyncio.get_running_loop()
         signals = Signals()
+        digest = self._replicate()
         self._core = LoopCore(
             host=self._host,
-            calls=HostCalls(self._host, self._order, loop.time, self._meter),
+            calls=HostCalls(
+                self._host,
+                self._order,
+                loop.time,
+                self._runner_of_calls,
+                self._send if digest is not None else None,
+            ),
             pipeline=self._pipeline,
             signals=signals,
-            agreement=SoloAgreement(),
+            agreement=self._agreement,
             config=self._config,
+            digest=digest,
         )
 
         def admission_changed() -> None:
@@ -86,9 +112,40 @@ class PrefillScheduler(Operations):
         self._host.bind(
             Wake(input=signals.input.set, transfers=signals.transfers.set, admission=admission_changed)
         )
+        if self._ranks is not None:
+            self._lost = loop.create_future()
+            self._ranks.start(self._on_report, self._on_lost, self._meter)
         signals.input.set()
         self._runner = asyncio.create_task(self._run(self._core), name="aioprefill.scheduler")
         return self
+
+    @property
+    def _agreement(self) -> Agreement:
+        return SoloAgreement() if self._ranks is None else self._ranks.agreement
+
+    def _replicate(self) -> Digest | None:
+        """Prepare the host for followers and a recording; None where there is neither, at no cost."""
+        if self._ranks is None and self._recording is None:
+            return None
+        host = cast(ReplicatedHost, self._host)
+        host.lead(1 if self._ranks is None else self._ranks.size, recorded=self._recording is not None)
+        digest = Digest()
+        self._runner_of_calls.observers.append(lambda _, description: digest.add(description))
+        if self._recording is not None:
+            self._runner_of_calls.observers.append(self._recording.called)
+        return digest
+
+    def _send(self, token: CallToken) -> None:
+        """A host call is about to be made: the other ranks, and the recording, are told."""
+        if self._ranks is not None:
+            self._ranks.send(encode_token(token))
+
+    def _on_report(self, rank: int, report: bytes) -> None:
+        cast(ReplicatedHost, self._host).take_report(rank, report)
+
+    def _on_lost(self, error: RankError) -> None:
+        if self._lost is not None and not self._lost.done():
+            self._lost.set_exception(error)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -120,22 +177,37 @@ class PrefillScheduler(Operations):
                     group.create_task(_named(task, core), name=f"aioprefill.{task.__name__}")
                     for task in TASKS
                 ]
+                if self._ranks is not None:
+                    assert self._lost is not None
+                    tasks.append(group.create_task(_raise_from(self._lost), name="aioprefill.rank_task"))
                 await self._stop.wait()
                 for task in tasks:
                     task.cancel()
         except BaseExceptionGroup as group_error:
-            cause = _first(group_error)
+            cause = first_cause(group_error)
             self._failure = str(cause) or type(cause).__name__
             answer = HostError(f"the scheduler stopped: {cause}")
             logger.error("the loop stopped: %s", cause, exc_info=cause)
             raise cause from None
         finally:
             self._ending = True
+            self._tell_followers_to_stop(core)
             try:
                 await self._host.aclose(answer)
             finally:
+                if self._ranks is not None:
+                    await self._ranks.aclose()
+                if self._recording is not None:
+                    self._recording.close()
                 self._over.set()
                 core.signals.progress.set()
+
+    def _tell_followers_to_stop(self, core: LoopCore) -> None:
+        """The last token of the order."""
+        if self._ranks is not None:
+            error = ("", self._failure, True) if self._failure else None
+            token = self._order.append(STOP, core.calls.now(), agreed=core.calls.agreed, error=error)
+            self._ranks.send(encode_token(token))
 
     async def wait_stopped(self) -> None:
         """Return when the loop has ended, for whatever reason. Cancelling the wait leaves it running."""
@@ -250,9 +322,10 @@ async def _named(task: Callable[[LoopCore], Any], core: LoopCore) -> None:
     await task(core)
 
 
-def _first(group: BaseExceptionGroup[Any]) -> BaseException:
-    """The first leaf of an exception group: what broke the loop."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+async def _raise_from(lost: asyncio.Future[NoReturn]) -> NoReturn:
+    """Wait for the error that a lost rank is."""
+    try:
+        await asyncio.shield(lost)
+    finally:
+        lost.cancel()
+    raise AssertionError("unreachable")

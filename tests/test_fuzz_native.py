@@ -19,7 +19,9 @@ from aioprefill.config import NativeConfig, SchedulerConfig
 from aioprefill.engine.port import SampledToken, Span
 from aioprefill.errors import AioprefillError, ControlError, DeviceError, ModelError, QueueFull
 from aioprefill.grammar_spec import GrammarSpec
-from aioprefill.native.host import NativeBatch, NativeForward, NativeHost
+from aioprefill.native.forwards import NativeBatch, NativeForward
+from aioprefill.native.frontend import Arrival
+from aioprefill.native.host import NativeHost
 from aioprefill.native.policy import POLICIES
 from aioprefill.native.tier.tier import StorageTier
 from aioprefill.request import PrefillHandle, PrefillRequest, Timeouts
@@ -327,10 +329,10 @@ class Fuzz:
         host, ledger = self.host, self.host.ledger
         host.memory.check()
         self.transfer.check()
-        assert len(host._forwards) <= 2
+        assert len(host.forwards.pending) <= 2
         assert all(count <= 1 for count in self.outcomes.values())
         queued = [r for r in ledger.requests.values() if r.waits]
-        coming = [item for item in host.frontend.inbox if hasattr(item, "handle")]
+        coming = [item for item in (*host.frontend.inbox, *host.frontend.coming) if isinstance(item, Arrival)]
         assert host.frontend.queued_requests == len(queued) + len(coming)
         tokens = sum(r.length for r in queued) + sum(len(item.tokens) for item in coming)
         assert host.frontend.queued_tokens == tokens
@@ -359,7 +361,7 @@ class Fuzz:
             await settle()
             await asyncio.sleep(0.1)
             self.check()
-            if not self.host.ledger.requests and not self.host.frontend.inbox:
+            if not self.host.ledger.requests and not self.host.frontend.arrivals:
                 break
         assert not self.host.ledger.requests, f"hangs: {list(self.host.ledger.requests.values())}"
         assert self.host.memory.pool.held == 0
@@ -392,7 +394,7 @@ class Fuzz:
         assert all(h.result.done() and h.transferred.done() for h in self.handles.values())
         assert all(task.done() for task in self.commands), f"commands hang: {self.commands}"
         assert all(task.done() for task in self.awaits)
-        if self.host._forwards or self.engine.swaps:
+        if self.host.forwards.pending or self.engine.swaps:
             return
         assert not any(r.in_flight for r in self.host.ledger.requests.values())
 

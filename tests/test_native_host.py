@@ -172,8 +172,8 @@ def test_A1_abort_in_each_state_gives_one_outcome_and_no_leak(state: str) -> Non
             )
             if state in ("first chunk", "middle chunk", "final"):
                 assert touching and host.memory.pool.held == 10, "a forward still writes to its pages"
-            while host._forwards:
-                host._forwards[0].completion.complete()  # type: ignore[attr-defined]
+            while host.forwards.pending:
+                host.forwards.pending[0].completion.complete()  # type: ignore[attr-defined]
                 await settle()
             assert host.memory.pool.held == 0
             for blocker in blockers:

@@ -113,7 +113,7 @@ async def test_C4_several_huge_prompts_leave_room_for_short_ones() -> None:
             result = await short
             assert result.launched_s - result.arrival_s <= 1.0, i
             if result.arrival_s < 90.0:
-                assert len(host.ledger.under_way) + len(host._forwards) <= 2 + 2
+                assert len(host.ledger.under_way) + len(host.forwards.pending) <= 2 + 2
         results = await asyncio.gather(*huge)
         ends = sorted(result.first_token_s for result in results)
         assert ends[-1] <= 6 * PASSES + 8, "no forward was wasted"

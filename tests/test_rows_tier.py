@@ -77,15 +77,15 @@ class World:
     async def complete(self, count: int = 1) -> None:
         """The device is done with the oldest forwards."""
         for _ in range(count):
-            self.engine.forwards[self.host._forwards[0].number].complete()
+            self.engine.forwards[self.host.forwards.pending[0].number].complete()
             await settle()
 
     async def run_out(self) -> None:
         """Complete all forwards, and those that follow."""
         for _ in range(100):
-            if self.host._forwards:
+            if self.host.forwards.pending:
                 await self.complete()
-        assert not self.host._forwards
+        assert not self.host.forwards.pending
 
     def prefetch(self, name: str) -> Prefetch:
         """The one of a request."""
@@ -156,7 +156,7 @@ def test_L7_polls_do_not_advance_prefetch_deadlines_and_steps_do(depth: int, arr
                 await w.blocker(f"blocker {number}")
             w.submit(tokens, "hit")
             await settle()
-            assert len(w.host._forwards) == depth and w.order == [f"blocker {n}" for n in range(depth)]
+            assert len(w.host.forwards.pending) == depth and w.order == [f"blocker {n}" for n in range(depth)]
             steps = w.prefetch("hit").steps_left
             for poll in range(13):
                 if arrivals:
@@ -207,7 +207,7 @@ async def test_L4_a_prefetch_that_becomes_ready_is_admitted_at_once_under_a_pend
         assert w.order == ["first"] and w.scheduler._pipeline.marker
         w.store.reads[0]()
         await settle()
-        assert w.order == ["first", "hit"] and len(w.host._forwards) == 2
+        assert w.order == ["first", "hit"] and len(w.host.forwards.pending) == 2
         await w.run_out()
         assert (await hit).cached_tokens == 96
         assert w.stat("tier_hits") == 6

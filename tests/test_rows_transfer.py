@@ -39,7 +39,7 @@ class World:
 
     async def complete(self, number: int | None = None) -> None:
         """The device is done with the oldest forward, or with forward `number`."""
-        oldest = self.host._forwards[0].number if number is None else number
+        oldest = self.host.forwards.pending[0].number if number is None else number
         self.engine.forwards[oldest].complete()
         await settle()
 
@@ -179,7 +179,7 @@ def test_T2_a_peer_that_fails_fails_its_requests_by_name_and_others_go_on(when: 
             if when == "dies in prefill":
                 w.transfer.kill(PEER)
                 await settle()
-            while w.host._forwards:
+            while w.host.forwards.pending:
                 await w.complete()
             if when == "dies in transfer":
                 w.transfer.kill(PEER)
@@ -241,7 +241,7 @@ async def test_L9_a_transfer_that_ends_during_a_long_forward_is_retired_at_once_
         await asyncio.sleep(1.5)
         assert (await first.wait_transferred()).transferred_s == 1.0
         assert len(w.engine.forwards) == 3 and w.host.frontend.queued_requests == 0
-        while w.host._forwards:
+        while w.host.forwards.pending:
             await w.complete()
         for name in ("running", "waiting"):
             w.transfer.finish_write(name)
@@ -269,13 +269,13 @@ def test_A1_abort_in_the_states_of_a_hand_off_gives_one_outcome_and_no_leak(stat
             if state == "sending":
                 await w.complete()
             if state in ("transferring", "parked"):
-                while w.host._forwards:
+                while w.host.forwards.pending:
                     await w.complete()
             victim.abort("not wanted")
             await settle()
             with pytest.raises(RequestAborted, match="not wanted"):
                 await victim.wait_transferred()
-            while w.host._forwards:
+            while w.host.forwards.pending:
                 await w.complete()
             while w.transfer.live_writes:
                 w.transfer.finish_write()
@@ -338,7 +338,7 @@ async def test_C2_an_optimistic_request_yields_to_a_ready_one_but_not_while_a_ch
         assert len(w.engine.forwards) == 3 and w.host.memory.pool.held == 4
         await w.complete(2)
         await ready.wait_transferred()
-        while w.host._forwards:
+        while w.host.forwards.pending:
             await w.complete()
         assert (await early).token_id >= 0, "launched again"
         w.transfer.finish_handshake("early")
@@ -362,7 +362,7 @@ async def test_C2_attempts_are_bounded() -> None:
             while not ready.result.done():
                 await w.complete()
             await ready.wait_transferred()
-            while w.host._forwards:
+            while w.host.forwards.pending:
                 await w.complete()
             if early.result.done():
                 break
@@ -370,7 +370,7 @@ async def test_C2_attempts_are_bounded() -> None:
             assert w.host.ledger.requests["early"].state.value == "bootstrapping"
         w.transfer.finish_handshake("early")
         await settle()
-        while w.host._forwards:
+        while w.host.forwards.pending:
             await w.complete()
         await early.wait_transferred()
 
@@ -389,7 +389,7 @@ async def test_T4_a_waiting_request_whose_peer_has_given_up_is_dropped_before_it
         await settle()
         with pytest.raises(PeerError, match="the client went away"):
             await victim
-        while w.host._forwards:
+        while w.host.forwards.pending:
             await w.complete()
         assert len(w.engine.forwards) == 2
 
@@ -419,7 +419,7 @@ def test_A4_each_stage_has_its_timeout_decided_by_the_clock_readings_of_host_cal
             name = "handshake" if by_hand else stage
             with pytest.raises(RequestTimeout, match=f"its {name} timeout of 3 s"):
                 await victim.wait_transferred()
-            while w.host._forwards:
+            while w.host.forwards.pending:
                 await w.complete()
             while w.transfer.live_writes:
                 w.transfer.finish_write()

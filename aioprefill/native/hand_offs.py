@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from aioprefill.errors import PeerError
 from aioprefill.native.ledger import Ledger
 from aioprefill.native.request_state import Move, Request, State
 from aioprefill.native.stage_timers import Stage, StageTimers
-from aioprefill.transfer.port import KVTransfer, TransferEvent, TransferState
+from aioprefill.transfer.port import TransferEvent, TransferState
 
 logger = logging.getLogger(__name__)
 
 
 class HandOffs:
-    """Takes the transfer's events and moves requests along. Without a transfer there are none."""
+    """Takes the events of transfers and moves requests along."""
 
-    def __init__(self, ledger: Ledger, timers: StageTimers, transfer: KVTransfer | None) -> None:
+    def __init__(self, ledger: Ledger, timers: StageTimers) -> None:
         self._ledger = ledger
         self._timers = timers
-        self._transfer = transfer
         self._bootstrapped: list[Request] = []
 
     @property
@@ -50,10 +50,10 @@ class HandOffs:
         else:
             self._timers.enter(request, Stage.TRANSFER, now)
 
-    def poll(self, now: float) -> tuple[int, int]:
+    def take(self, now: float, events: Sequence[TransferEvent]) -> tuple[int, int]:
         """Take what has happened to rooms; how many hand-offs ended well, and how many failed."""
         retired = failed = 0
-        for event in self._transfer.poll() if self._transfer is not None else ():
+        for event in events:
             request = self._ledger.requests.get(event.room)
             if request is None:
                 logger.error("transfer event for an unknown room: %s", event)

@@ -8,34 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
-from aioprefill.completion import Completion
 from aioprefill.config import NativeConfig
-from aioprefill.engine.grammar_port import GrammarSource, MaskWords
-from aioprefill.engine.port import Engine, EngineForward, SampledToken, Span
+from aioprefill.engine.grammar_port import GrammarSource
+from aioprefill.engine.port import Engine
 from aioprefill.errors import (
     AioprefillError,
+    ConfigError,
     DeviceError,
-    HostError,
     RequestAborted,
     RequestTimeout,
 )
 from aioprefill.host import Hold, Ingested, Progress, Wake
 from aioprefill.native.admission import Admission
 from aioprefill.native.batches import Batches
-from aioprefill.native.frontend import Arrival, Frontend
+from aioprefill.native.forwards import Forwards, NativeBatch, NativeForward
+from aioprefill.native.frontend import Frontend
 from aioprefill.native.hand_offs import HandOffs
 from aioprefill.native.intake import Intake
 from aioprefill.native.ledger import Ledger
 from aioprefill.native.memory import KVMemory
-from aioprefill.native.planner import Piece
-from aioprefill.native.request_state import Move, Request
-from aioprefill.native.stage_timers import Stage, StageTimers
+from aioprefill.native.outside import Outside
+from aioprefill.native.request_state import Request
+from aioprefill.native.stage_timers import StageTimers
+from aioprefill.native.staging import Staging
 from aioprefill.native.tier.store import TierStore
 from aioprefill.native.tier.tier import make_tier
 from aioprefill.transfer.port import KVTransfer
@@ -43,29 +41,6 @@ from aioprefill.transfer.port import KVTransfer
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class NativeBatch:
-    """What `prepare` hands to `launch`."""
-
-    pieces: list[Piece]
-
-
-@dataclass(slots=True)
-class NativeForward:
-    """A launched batch. `settled`: its chunk bookkeeping is done."""
-
-    number: int
-    pieces: list[Piece]
-    engine_forward: EngineForward
-    launched_s: float
-    settled: bool = False
-
-    @property
-    def completion(self) -> Completion:
-        """Ready when the sampled tokens are on the host side."""
-        return self.engine_forward.completion
 
 
 class NativeHost:
@@ -96,15 +71,18 @@ class NativeHost:
         self.memory = KVMemory(
             engine.num_pages, self._layout.page_size, prefix_cache=self.config.prefix_cache
         )
-        self.frontend = Frontend(engine.spec, engine.num_pages, self.config)
+        self._staging = Staging(engine)
+        self.frontend = Frontend(engine.spec, engine.num_pages, self.config, self._staging)
+        self.outside = Outside(self.frontend, transfer, self._staging)
         self.timers = StageTimers(self.config)
         self.ledger = Ledger(self.frontend, self.memory, transfer, self._layout, self.timers)
         self.admission = Admission(self.config, self.memory)
         self.ledger.on_deadline = self.admission.watch
-        self._hand_offs = HandOffs(self.ledger, self.timers, transfer)
-        self._forwards: deque[NativeForward] = deque()
+        self._hand_offs = HandOffs(self.ledger, self.timers)
         self.intake = Intake(
             self.frontend,
+            self.outside,
+            self._staging,
             self.ledger,
             self.memory,
             engine,
@@ -123,6 +101,16 @@ class NativeHost:
             self.timers,
             self.tier,
         )
+        self.forwards = Forwards(
+            engine,
+            self.frontend,
+            self.ledger,
+            self.memory,
+            self.admission,
+            self._hand_offs,
+            self.timers,
+            self.tier,
+        )
         self.ledger.on_left_queue = self.tier.left_queue
         self.intake.on_weights = self.tier.use_weights
         self._closed = False
@@ -130,31 +118,31 @@ class NativeHost:
         """The engine did not stop when it was closed: one of its threads sits in a call that never ends."""
 
     def __repr__(self) -> str:
-        return f"<NativeHost in_flight={len(self._forwards)} {self.ledger!r} {self.memory.pool!r}>"
+        return f"<NativeHost in_flight={len(self.forwards.pending)} {self.ledger!r} {self.memory.pool!r}>"
 
     def bind(self, wake: Wake) -> None:
         """See `PrefillHost.bind`."""
-        self.frontend.bind(wake.input, asyncio.get_running_loop().time, self.engine.stage_weights)
+        self.frontend.bind(wake.input, asyncio.get_running_loop().time)
         self.intake.bind(wake.input)
         self.tier.bind(wake.admission)
         self.timers.on_earlier = self.admission.on_earlier = wake.transfers
-        if self.transfer is not None:
-            self.transfer.start(wake.transfers)
+        self.outside.start(wake.transfers)
 
     # Intake
 
     def ingest(self, now: float, *, hold: Hold) -> Ingested:
         """See `PrefillHost.ingest`."""
+        self.outside.see()
         ingested = self.intake.run(now, hold)
         self.tier.look_ahead(now, chain(self.ledger.waiting.values(), self.ledger.bootstrapping.values()))
         return ingested
 
     def consume_result(self, now: float) -> int:
         """A retract pause takes the result of the only forward in flight; how many: 0 or 1."""
-        if not self._forwards:
+        if not self.forwards.pending:
             return 0
-        assert len(self._forwards) == 1 and self._forwards[0].settled
-        self.process_result(now, self._forwards[0])
+        assert len(self.forwards.pending) == 1 and self.forwards.pending[0].settled
+        self.forwards.process(now, self.forwards.pending[0], self.intake.abort)
         return 1
 
     def collect_bootstrapped(self, now: float) -> int:
@@ -169,14 +157,13 @@ class NativeHost:
         """See `PrefillHost.prepare`."""
         if scheduling_step:
             self.tier.step()
-        if last is not None and not self._forwards[0].settled:
-            assert self._forwards[0].number == last
-            self._settle(self._forwards[0])
+        if last is not None:
+            self.forwards.settle(last)
         if not admit or self.intake.pause.paused:
             return None
         if not self.intake.pause.admits:
             pieces = self._batches.of_admitted()
-            self.intake.finish_wait(idle=not pieces and not self._forwards)
+            self.intake.finish_wait(idle=not pieces and not self.forwards.pending)
             return NativeBatch(pieces) if pieces else None
         self._fail_late(self.admission.refused(now))
         pieces = self._batches.form(now)
@@ -187,103 +174,68 @@ class NativeHost:
             self.ledger.fail(request, error)
         return len(late)
 
-    def _settle(self, forward: NativeForward) -> None:
-        """Chunk bookkeeping: prompts whose chunk is launched may go on with the next one."""
-        forward.settled = True
-        for piece in forward.pieces:
-            if not piece.final and not piece.request.over:
-                self.ledger.under_way[piece.request.request_id] = piece.request
-
     def launch(self, now: float, batch: NativeBatch, number: int) -> NativeForward:
         """See `PrefillHost.launch`."""
-        engine_forward = self.engine.launch([self._span(piece) for piece in batch.pieces])
-        for piece in batch.pieces:
-            request = piece.request
-            if request.planned == request.cached:
-                self.timers.enter(request, Stage.RUNNING, now)
-            request.launched_s = now if request.launched_s is None else request.launched_s
-            request.planned = piece.end
-            if self.intake.weight_version not in request.weight_versions:
-                request.weight_versions += (self.intake.weight_version,)
-            request.in_flight += 1
-            del self.ledger.under_way[request.request_id]
-        forward = NativeForward(number, batch.pieces, engine_forward, now)
-        self._forwards.append(forward)
-        return forward
-
-    def _span(self, piece: Piece) -> Span:
-        request = piece.request
-        return Span(
-            token_ids=request.tokens[piece.start : piece.end],
-            start=piece.start,
-            pages=request.pages[: self._layout.pages_for(piece.end)],
-            sample=request.sampling if piece.final else None,
-            mask=partial(_same, request.first_mask) if request.first_mask is not None else None,
-        )
+        return self.forwards.launch(now, batch, number, self.intake.weight_version)
 
     # Results
 
     def process_result(self, now: float, forward: NativeForward) -> None:
         """See `PrefillHost.process_result`. A request that cannot take its result fails alone."""
-        assert self._forwards.popleft() is forward
-        self._learn_speed(now, forward)
-        self.tier.pump()
-        for piece, output in zip(forward.pieces, forward.engine_forward.outputs(), strict=True):
-            request = piece.request
-            request.in_flight -= 1
-            reason = self.frontend.aborting.get(request.request_id)
-            if reason is not None:
-                self.intake.abort(request.request_id, reason)
-            if not request.over:
-                try:
-                    self._take_result(now, piece, output)
-                except Exception as err:
-                    logger.exception("request %s: its result could not be processed", request.request_id)
-                    self.ledger.fail(request, HostError(f"request {request.request_id}: {err!r}"))
-            self.ledger.release_if_quiet(request)
-
-    def _learn_speed(self, now: float, forward: NativeForward) -> None:
-        tokens = sum(piece.tokens for piece in forward.pieces)
-        self.ledger.totals.computed_tokens += tokens
-        self.admission.speed.learn(tokens, forward.launched_s, now)
-        self.frontend.tokens_per_s = self.admission.speed.tokens_per_s
-
-    def _take_result(self, now: float, piece: Piece, output: SampledToken | None) -> None:
-        request = piece.request
-        request.computed = piece.end
-        self.memory.keep_prefix(request)
-        if piece.final:
-            assert output is not None, "a final chunk has no sampled token"
-            request.first = output
-            self.ledger.publish(now, request, output)
-            if request.peer is None:
-                request.move(Move.PREFILLED_LOCAL)
-                self.ledger.finish(now, request)
-            else:
-                self._hand_offs.prefilled(now, request)
-        if request.bootstrapped:
-            self.ledger.send(request)
+        self.outside.see()
+        self.forwards.process(now, forward, self.intake.abort)
 
     def fail_result(self, now: float, forward: NativeForward, error: DeviceError) -> None:
         """See `PrefillHost.fail_result`."""
-        assert self._forwards.popleft() is forward
-        for piece in forward.pieces:
-            piece.request.in_flight -= 1
-            if not piece.request.over:
-                self.ledger.fail(piece.request, error)
-            self.ledger.release_if_quiet(piece.request)
+        self.forwards.fail(forward, error)
 
     # Transfers
 
     def progress_transfers(self, now: float) -> Progress:
         """See `PrefillHost.progress_transfers`."""
+        self.outside.see()
         available = self.memory.pool.available
         late = self._fail_late(self.timers.expired(now)) + self._fail_late(self.admission.refused(now))
-        retired, failed = self._hand_offs.poll(now)
+        retired, failed = self._hand_offs.take(now, self.outside.events())
         freed = self.memory.pool.available > available
         return Progress(
             bootstrapped=self._hand_offs.bootstrapped, retired=retired, failed=failed + late, freed=freed
         )
+
+    # Several ranks, recordings and replays
+
+    def lead(self, size: int, *, recorded: bool) -> None:
+        """See `ReplicatedHost.lead`."""
+        self._refuse_tier("several ranks, and recordings,")
+        self.outside.lead(size)
+        if recorded:
+            self.outside.results = self.forwards.new_results
+
+    def follow(self, report: Callable[[bytes], None]) -> None:
+        """See `ReplicatedHost.follow`."""
+        self._refuse_tier("several ranks, and replays,")
+        self.outside.follow(report)
+        self.intake.gate.follows = True
+
+    def _refuse_tier(self, who: str) -> None:
+        if self.config.tier_dir is not None:
+            raise ConfigError(f"tier-dir: {who} have no storage tier: what it holds differs between ranks")
+
+    def take_facts(self) -> bytes:
+        """See `ReplicatedHost.take_facts`."""
+        return self.outside.take()
+
+    def give_facts(self, facts: bytes) -> None:
+        """See `ReplicatedHost.give_facts`."""
+        self.outside.give(facts)
+
+    def take_report(self, rank: int, report: bytes) -> None:
+        """See `ReplicatedHost.take_report`."""
+        self.outside.take_report(rank, report)
+
+    def describe(self, batch: NativeBatch) -> bytes:
+        """See `ReplicatedHost.describe`."""
+        return batch.describe()
 
     # The rest of the port
 
@@ -301,6 +253,7 @@ class NativeHost:
 
     def begin_drain(self, now: float) -> None:
         """See `PrefillHost.begin_drain`."""
+        self.outside.see()
         self.intake.begin_drain(now)
 
     def end_drain(self, now: float) -> None:
@@ -311,8 +264,7 @@ class NativeHost:
 
     def open_requests(self) -> Sequence[str]:
         """See `PrefillHost.open_requests`."""
-        coming = [item.request.request_id for item in self.frontend.inbox if isinstance(item, Arrival)]
-        return [request.request_id for request in self.ledger.open] + coming
+        return [request.request_id for request in self.ledger.open] + self.frontend.arrivals
 
     def stats(self) -> Mapping[str, int | float | str]:
         """See `PrefillHost.stats`."""
@@ -336,8 +288,10 @@ class NativeHost:
         if self._closed:
             return
         self._closed = True
+        self.outside.alone()
         self.frontend.close(error)
         self.intake.close(error)
+        await self._staging.aclose()
         for request in self.ledger.open:
             self.ledger.fail(request, error)
         if self.grammars is not None:
@@ -351,7 +305,3 @@ class NativeHost:
         except TimeoutError:
             self.hung = True
             logger.error("the engine did not stop within %.0f s: a forward hangs", CLOSE_TIMEOUT_S)
-
-
-def _same(mask: MaskWords) -> MaskWords:
-    return mask

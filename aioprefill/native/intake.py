@@ -6,7 +6,6 @@ Rule: the inbox is also where a held pause and everything behind it waits; nothi
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +15,16 @@ from aioprefill.engine.grammar_port import GrammarSource
 from aioprefill.engine.port import Engine
 from aioprefill.errors import AioprefillError, ControlError, HostError, PeerError, RequestAborted
 from aioprefill.host import Hold, Ingested
-from aioprefill.native.frontend import AbortInput, Arrival, Controlled, Frontend
-from aioprefill.native.grammar_gate import GrammarGate, GrammarKnown
+from aioprefill.native.facts import AbortFact, GrammarFact, SwappedFact
+from aioprefill.native.frontend import Arrival, Controlled, Frontend
+from aioprefill.native.grammar_gate import GrammarGate
 from aioprefill.native.ledger import Ledger
 from aioprefill.native.memory import KVMemory
+from aioprefill.native.outside import Outside
 from aioprefill.native.pause_state import PauseState, Phase
 from aioprefill.native.request_state import Request, State
 from aioprefill.native.stage_timers import Stage, StageTimers
+from aioprefill.native.staging import Staging
 from aioprefill.transfer.port import Handoff, KVTransfer
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,8 @@ class Intake:
     def __init__(
         self,
         frontend: Frontend,
+        outside: Outside,
+        staging: Staging,
         ledger: Ledger,
         memory: KVMemory,
         engine: Engine,
@@ -48,20 +52,22 @@ class Intake:
         self.pause = PauseState()
         self.weight_version = 0
         self._frontend = frontend
+        self._outside = outside
+        self._staging = staging
         self._ledger = ledger
         self._memory = memory
         self._engine = engine
         self._transfer = transfer
         self._consume_result = consume_result
         self._timers = timers
-        self._gate = GrammarGate(grammars, frontend.post, ledger.fail)
+        self.gate = GrammarGate(grammars, frontend.post, ledger.fail)
         self._wake: Callable[[], None] = lambda: None
         self._arrivals = 0
         self._draining = False
         self._waiting_pause: asyncio.Future[Any] | None = None
         """The answer that a `wait` pause owes."""
-        self._swap: tuple[asyncio.Future[None], asyncio.Future[Any]] | None = None
-        """A swap of weights on the device, and the answer that it owes."""
+        self._swap: asyncio.Future[Any] | None = None
+        """The answer that a swap of weights on the device owes."""
         self._swapped_in = ""
         self.on_weights: Callable[[str], None] = lambda _: None
         """Called with the fingerprint of new weights when they are in place and the cache is empty."""
@@ -74,7 +80,9 @@ class Intake:
         """One `ingest`."""
         taken = requests = consumed = 0
         inbox = self._frontend.inbox
-        self._end_swap()
+        swapped = self._outside.swapped()
+        if swapped is not None:
+            self._end_swap(swapped)
         while inbox and taken < BOUND:
             item = inbox[0]
             if isinstance(item, Controlled) and self.pause.keeps_back(item.command, hold):
@@ -84,11 +92,10 @@ class Intake:
             if isinstance(item, Arrival):
                 requests += 1
                 self._arrive(item, now)
-            elif isinstance(item, AbortInput):
+            elif isinstance(item, AbortFact):
                 self.abort(item.request_id, item.reason)
-            elif isinstance(item, GrammarKnown):
-                self._gate.known(item)
-                self._connect(item.request)
+            elif isinstance(item, GrammarFact):
+                self._grammar_known(item)
             else:
                 consumed += self._control(now, item)
         held = self._is_held(hold)
@@ -142,8 +149,14 @@ class Intake:
             self._timers.enter(request, Stage.HANDSHAKE, now)
         else:
             self._timers.enter(request, Stage.QUEUE, now)
-        self._gate.arrived(request)
+        self.gate.arrived(request)
         self._connect(request)
+
+    def _grammar_known(self, fact: GrammarFact) -> None:
+        request = self._ledger.requests.get(fact.request_id)
+        if request is not None and request.arrival == fact.arrival and not request.over:
+            self.gate.known(request, fact)
+            self._connect(request)
 
     def _connect(self, request: Request) -> None:
         """Begin the handshake, if there is one to make: not before the grammar is known to be right.
@@ -181,12 +194,11 @@ class Intake:
 
     def _control(self, now: float, item: Controlled) -> int:
         """Carry a command out; results that it consumed. Its answer is settled here, or later."""
-        if item.answer.cancelled() and not isinstance(item.command, AbortMatching):
-            return 0  # an abort was marked when it came, and has to follow
         try:
             answer, consumed = self._carry_out(now, item.command, item.answer)
         except AioprefillError as error:
-            item.answer.set_exception(error)
+            if not item.answer.done():
+                item.answer.set_exception(error)
             return 0
         if answer is not None and not item.answer.done():
             item.answer.set_result(answer)
@@ -257,21 +269,26 @@ class Intake:
 
     # Weights
 
-    def _begin_swap(self, staged: Any, owed: asyncio.Future[Any]) -> None:
-        swap: concurrent.futures.Future[None] = self._engine.swap_weights(staged)
+    def _begin_swap(self, staged: int, owed: asyncio.Future[Any]) -> None:
+        weights = self._staging.pop(staged)
+        swap = asyncio.wrap_future(self._engine.swap_weights(weights))
         self.pause.swapping = True
-        self._swapped_in = self._engine.weights_fingerprint(staged)
-        self._swap = asyncio.wrap_future(swap), owed
-        self._swap[0].add_done_callback(lambda _: self._wake())
+        self._swapped_in = self._engine.weights_fingerprint(weights)
+        self._swap = owed
+        swap.add_done_callback(self._swap_ended)
 
-    def _end_swap(self) -> None:
-        """What the device has done about a swap, at a point of the input's order."""
-        if self._swap is None or not self._swap[0].done():
-            return
-        (done, owed), self._swap = self._swap, None
+    def _swap_ended(self, swap: asyncio.Future[None]) -> None:
+        """The device of this rank has the weights, or could not take them."""
+        if not swap.cancelled():
+            error = swap.exception()
+            self._outside.know(SwappedFact(None if error is None else str(error)))
+
+    def _end_swap(self, swapped: SwappedFact) -> None:
+        """What the devices have done about a swap, at a point of the input's order."""
+        owed, self._swap = self._swap, None
+        assert owed is not None, "a swap ended that was never begun"
         self.pause.swapping = False
-        error = done.exception()
-        if error is None:
+        if swapped.error is None:
             self.weight_version += 1
             self._memory.flush()
             self.on_weights(self._swapped_in)
@@ -281,7 +298,7 @@ class Intake:
             if not owed.done():
                 owed.set_result(answer)
         elif not owed.done():
-            owed.set_exception(HostError(f"the weights were not swapped: {error}"))
+            owed.set_exception(HostError(f"the weights were not swapped: {swapped.error}"))
 
     # Drain
 
@@ -289,8 +306,8 @@ class Intake:
         """Settle the answers that are still owed."""
         self._answer_wait(error)
         swap, self._swap = self._swap, None
-        if swap is not None and not swap[1].done():
-            swap[1].set_exception(error)
+        if swap is not None and not swap.done():
+            swap.set_exception(error)
 
     def begin_drain(self, now: float) -> None:
         """End what will not be launched any more, and refuse commands, also those that wait in the inbox."""
@@ -302,7 +319,7 @@ class Intake:
             item = inbox.popleft()
             if isinstance(item, Arrival):
                 self._arrive(item, now)
-            elif isinstance(item, AbortInput):
+            elif isinstance(item, AbortFact):
                 self.abort(item.request_id, item.reason)
             elif isinstance(item, Controlled) and isinstance(item.command, AbortMatching):
                 self._control(now, item)  # it was marked when it came, and has to follow

@@ -113,7 +113,7 @@ def assert_nothing_left(host: Any) -> None:
             twice = {name: ends for name, ends in host.outcomes.items() if len(ends) != 1}
             assert not twice, f"requests that ended more than once: {twice}"
     elif isinstance(host, NativeHost):
-        if not host._forwards:
+        if not host.forwards.pending:
             _check_native(host)
     else:
         assert not host.open_requests(), f"open requests: {host.open_requests()}"
@@ -123,7 +123,8 @@ def _check_native(host: NativeHost) -> None:
     if host.transfer is not None:
         host.progress_transfers(0.0)  # the events of its end
     assert not host.ledger.requests, f"requests that were not released: {list(host.ledger.requests)}"
-    assert not host.frontend.inbox, f"inputs that nobody took: {list(host.frontend.inbox)}"
+    untaken = [*host.frontend.inbox, *host.frontend.coming]
+    assert not untaken, f"inputs that nobody took: {untaken}"
     queued = host.frontend.queued_requests, host.frontend.queued_tokens
     assert queued == (0, 0), f"{queued[0]} requests, {queued[1]} tokens are counted as queued"
     host.memory.check()
