@@ -37,10 +37,11 @@ def check_divides(path: Path, size: int) -> None:
             f"transformers has no tensor-parallel plan for {text.model_type} models, so they cannot be "
             f"divided over {size} ranks; use --tp 1"
         )
-    for name, count in (("KV heads", kv_heads), ("attention heads", heads)):
+    for name, count in (("KV head", kv_heads), ("attention head", heads)):
         if count % size:
+            those = f"{count} {name}s, they" if count > 1 else f"1 {name}, it"
             raise ModelError(
-                f"the model has {count} {name}, they cannot be divided over {size} ranks; "
+                f"the model has {those} cannot be divided over {size} ranks; "
                 f"use {_sizes(math.gcd(heads, kv_heads))}"
             )
 

@@ -9,7 +9,7 @@ import inspect
 import itertools
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from aioprefill.completion import Completion
 from aioprefill.engine import model_check, weights
 from aioprefill.engine.assemble import assemble
 from aioprefill.engine.batch import PackedBatch, pack
-from aioprefill.engine.device_errors import not_finite
+from aioprefill.engine.device_errors import device_error, not_finite
 from aioprefill.engine.kv_pool import KVPool, default_kv_memory, pages_for_memory
 from aioprefill.engine.model_loader import (
     context_length,
@@ -91,8 +91,8 @@ class TransformersEngine:
         self._num_pages = pool.num_pages
         self._group = group
         self._fresh_seed = fresh_seed if group is None else group.common_seeds()
-        self._write_error: DeviceError | None = None
-        """Pages could not be filled: the stream thread sets it, and computes nothing more."""
+        self._fatal: DeviceError | None = None
+        """Pages could not be filled, or ranks are out of step: the stream thread sets it and then stops."""
         self._rows_per_page = pool.rows_per_page
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._masks = make_masks(pool)
@@ -215,19 +215,35 @@ class TransformersEngine:
     def _logits(self, batch: PackedBatch, to_device: ToDevice) -> torch.Tensor:
         """On the stream: run the model; logits (len(batch.samples), vocabulary)."""
         assert self._model is not None
-        if self._write_error is not None:
-            raise self._write_error
+        if self._fatal is not None:
+            raise self._fatal
         last = to_device(batch.last)
         kept = {"logits_to_keep": last} if self._keeps_logits else {}
-        output = self._model(
-            input_ids=to_device(batch.token_ids)[None],
-            position_ids=to_device(batch.positions)[None],
-            use_cache=False,
-            paged=PagedAttention(batch, self.pool, self._masks, to_device),
-            **kept,
-        )
-        logits = whole(output.logits)[0]
+        with self._in_step():
+            output = self._model(
+                input_ids=to_device(batch.token_ids)[None],
+                position_ids=to_device(batch.positions)[None],
+                use_cache=False,
+                paged=PagedAttention(batch, self.pool, self._masks, to_device),
+                **kept,
+            )
+            logits = whole(output.logits)[0]
         return logits if self._keeps_logits else logits[last]
+
+    @contextlib.contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """Among ranks, what fails inside is final: the other ranks wait in a collective of this forward.
+
+        They would take the next forward's for it.
+        """
+        try:
+            yield
+        except Exception as err:
+            if self._group is None:
+                raise
+            reason = f"this rank is out of step with the others, its forward failed: {device_error(err)}"
+            self._fatal = DeviceError("ranksOutOfStep", reason, sticky=True)
+            raise self._fatal from err
 
     def _check_paging(self, tokens: torch.Tensor, expected: torch.Tensor) -> None:
         """Run a few tokens in chunks over scattered pages; compare with the model's own logits."""
@@ -289,8 +305,8 @@ class TransformersEngine:
             except Exception as err:
                 # a forward that is launched already counts on these pages
                 reason = f"KV pages could not be filled: {err}"
-                self._write_error = DeviceError("kvWriteFailed", reason, sticky=True)
-                raise self._write_error from err
+                self._fatal = DeviceError("kvWriteFailed", reason, sticky=True)
+                raise self._fatal from err
 
         return self._stream.queue(fill)
 
@@ -307,8 +323,8 @@ class TransformersEngine:
             except Exception as err:
                 # a forward that is launched already counts on these pages
                 reason = f"KV pages could not be assembled: {err}"
-                self._write_error = DeviceError("kvAssembleFailed", reason, sticky=True)
-                raise self._write_error from err
+                self._fatal = DeviceError("kvAssembleFailed", reason, sticky=True)
+                raise self._fatal from err
 
         return self._stream.run(order)
 

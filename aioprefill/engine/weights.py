@@ -92,5 +92,7 @@ def _times(folder: Path) -> dict[str, int]:
 
 def copy_in(model: PreTrainedModel, staged: StagedWeights) -> None:
     """Put staged weights in place. For the stream thread: no forward may run meanwhile."""
-    for name, tensor in model.state_dict().items():
-        local_part(tensor).copy_(staged.tensors[name])
+    # not in the stream thread's inference mode: a DTensor that is detached there has no local part to write
+    with torch.inference_mode(False), torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            local_part(tensor).copy_(staged.tensors[name])
