@@ -187,6 +187,25 @@ class NativeConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RanksConfig(Checked):
+    """Tensor parallelism: one process per rank, each with a part of every layer."""
+
+    panel: ClassVar[str] = "Tensor-parallel ranks"
+    tp: int = option(
+        1,
+        Integer(1, 1024),
+        "Ranks that the model is divided over. They are started here, unless torchrun or a cluster manager "
+        "started this process as one of them (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).",
+    )
+    rank_timeout_s: float = option(
+        60.0,
+        Seconds(0.5, 86_400),
+        "Seconds that a rank may be silent, or later than another one with a vote or a host call, before "
+        "it is given up and all ranks stop.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProcessConfig(Checked):
     """What every process has."""
 
@@ -232,6 +251,7 @@ class ServeConfig(ListenerConfig):
     engine: EngineConfig = field(default_factory=EngineConfig)
     native: NativeConfig = field(default_factory=NativeConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    ranks: RanksConfig = field(default_factory=RanksConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 STOP = "stop"
 """Kind of the last token: the leader's loop is over; its error says why, if it broke."""
+STOP_WANTED = b""
+"""A report that says: this rank was told to stop, so the leader should drain."""
 TOKENS_PER_TURN = 16
 
 
@@ -38,7 +40,7 @@ class Follower:
         self._host = host
         self._link = link
         self.meter = CallMeter(slow_s=slow_call_s)
-        self._runner = CallRunner(host, self.meter)
+        self._runner = CallRunner(host, self.meter, link.progress)
         self._digest = Digest()
         self._runner.observers.append(lambda _, description: self._digest.add(description))
         self._tokens: deque[CallToken] = deque()
@@ -71,7 +73,7 @@ class Follower:
         self._lost = loop.create_future()
         self._host.follow(self._link.send)
         self._host.bind(Wake(input=_nothing, transfers=_nothing, admission=_nothing))
-        self._link.start(self._on_message, self._on_lost, self.meter)
+        self._link.start(self._on_message, self._on_lost)
         try:
             async with asyncio.TaskGroup() as group:
                 voting = group.create_task(self._vote(), name="aioprefill.vote_task")
@@ -88,6 +90,10 @@ class Follower:
         finally:
             await self._host.aclose(answer)
             await self._link.aclose()
+
+    def ask_to_stop(self) -> None:
+        """This process was told to stop: the leader should drain and stop all ranks."""
+        self._link.send(STOP_WANTED)
 
     # What comes from the link
 
@@ -135,7 +141,6 @@ class Follower:
             self._host.give_facts(token.facts)
         result = self._runner.run(token)
         self.next_token += 1
-        self._link.executed(token.number)
         if token.kind == "launch":
             self._forwards[token.detail] = result, self._digest.value
         self._launched.set()

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 
@@ -37,9 +37,6 @@ class CallMeter:
     total_s: float = 0.0
     longest_s: float = 0.0
     longest_kind: str = ""
-    present: str = ""
-    """The call that is under way; "" between calls. A watch thread reads it."""
-    present_since: float = 0.0
 
     def add(self, kind: str, seconds: float) -> None:
         """Count one call."""
@@ -52,12 +49,26 @@ class CallMeter:
             logger.debug("host call %s took %.1f ms", kind, seconds * 1e3)
 
 
+class CallProgress(Protocol):
+    """Where a rank says how far it has come; its watch thread reads it."""
+
+    forward: int | None
+    """The oldest forward in flight."""
+
+    def begin_call(self, kind: str) -> None:
+        """A host call begins."""
+
+    def end_call(self, number: int) -> None:
+        """Host call `number` has ended."""
+
+
 class CallRunner:
     """Makes host calls by their tokens. Keeps what one call hands to a later one: batch and forwards."""
 
-    def __init__(self, host: PrefillHost, meter: CallMeter) -> None:
+    def __init__(self, host: PrefillHost, meter: CallMeter, progress: CallProgress | None = None) -> None:
         self._host = host
         self._meter = meter
+        self._progress = progress
         self._batch: Any = None
         self._forwards: dict[int, Forward] = {}
         self.observers: list[Observer] = []
@@ -69,14 +80,16 @@ class CallRunner:
 
     def run(self, token: CallToken) -> Any:
         """Make the call; its result. What the host raises passes through."""
-        meter = self._meter
-        meter.present, started = token.kind, time.perf_counter()
-        meter.present_since = started
+        progress, started = self._progress, time.perf_counter()
+        if progress is not None:
+            progress.begin_call(token.kind)
         try:
             result = self._call(token)
         finally:
-            meter.present = ""
-            meter.add(token.kind, time.perf_counter() - started)
+            self._meter.add(token.kind, time.perf_counter() - started)
+            if progress is not None:
+                progress.end_call(token.number)
+                progress.forward = next(iter(self._forwards), None)
         if self.observers:
             description = self._describe(token, result)
             for observer in self.observers:

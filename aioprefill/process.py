@@ -1,7 +1,7 @@
 """What a long-running process needs around its coroutine: uvloop, signals, logging, an exit that ends.
 
 Exit codes: 0 drained, 1 failed, 2 wrong settings, 3 drained as far as it went, but a device call never
-ended, 4 stopped at once by a second signal.
+ended, 4 stopped at once by a second signal, 5 a tensor-parallel rank was lost.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ EXIT_FAILED = 1
 EXIT_SETTINGS = 2
 EXIT_STUCK = 3
 EXIT_FORCED = 4
+EXIT_RANK_LOST = 5
 
 STDIN = 0
 ENDS_WITH_PARENT = "AIOPREFILL_ENDS_WITH_PARENT"

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, cast
 
 from aioprefill.config import SchedulerConfig
 from aioprefill.errors import AioprefillError, HostError, RankError, RequestAborted
-from aioprefill.follower import STOP, first_cause
+from aioprefill.follower import STOP, STOP_WANTED, first_cause
 from aioprefill.health import Facts, verdict
 from aioprefill.host import DrainReport, PrefillHost, ReplicatedHost, Wake
 from aioprefill.host_calls import CallMeter, CallRunner, HostCalls
@@ -63,11 +63,13 @@ class PrefillScheduler(Operations):
         self._order = CallOrder()
         self._ranks = ranks
         self._recording = recording
-        self._runner_of_calls = CallRunner(host, self._meter)
+        self._runner_of_calls = CallRunner(host, self._meter, None if ranks is None else ranks.progress)
         self._lost: asyncio.Future[NoReturn] | None = None
         """Fails when another rank is lost."""
         self._core: LoopCore | None = None
         self._stop = asyncio.Event()
+        self.stop_wanted = asyncio.Event()
+        """Another rank was told to stop, and so should this one be: whoever runs the scheduler drains it."""
         self._over = asyncio.Event()
         self._ending = False
         """The loop is over, and its host is being closed: nothing can be asked of it any more."""
@@ -114,7 +116,7 @@ class PrefillScheduler(Operations):
         )
         if self._ranks is not None:
             self._lost = loop.create_future()
-            self._ranks.start(self._on_report, self._on_lost, self._meter)
+            self._ranks.start(self._on_report, self._on_lost)
         signals.input.set()
         self._runner = asyncio.create_task(self._run(self._core), name="aioprefill.scheduler")
         return self
@@ -141,6 +143,10 @@ class PrefillScheduler(Operations):
             self._ranks.send(encode_token(token))
 
     def _on_report(self, rank: int, report: bytes) -> None:
+        if report == STOP_WANTED:
+            logger.info("rank %d was told to stop", rank)
+            self.stop_wanted.set()
+            return
         cast(ReplicatedHost, self._host).take_report(rank, report)
 
     def _on_lost(self, error: RankError) -> None:
@@ -186,6 +192,8 @@ class PrefillScheduler(Operations):
         except BaseExceptionGroup as group_error:
             cause = first_cause(group_error)
             self._failure = str(cause) or type(cause).__name__
+            if self._ranks is not None:
+                self._ranks.failed(self._failure)
             answer = HostError(f"the scheduler stopped: {cause}")
             logger.error("the loop stopped: %s", cause, exc_info=cause)
             raise cause from None

@@ -25,6 +25,8 @@ from aioprefill.errors import DeviceError, HostError, RankError
 
 ORDER_LOG_LENGTH = 4096
 """Calls that a log remembers."""
+MAX_REASON = 400
+"""Characters of an error that travel to the other ranks."""
 
 
 class CallToken(NamedTuple):
@@ -136,9 +138,9 @@ def ballot(rank: int, number: int, digest: int, seen: Seen) -> Ballot:
     if seen is None:
         return Ballot(rank, number, VoteState.READY, digest)
     if isinstance(seen, DeviceError):
-        message = str(seen).removeprefix(f"{seen.name}: ")
-        return Ballot(rank, number, VoteState.FAILED, digest, (seen.name, message, seen.sticky))
-    return Ballot(rank, number, VoteState.NOT_SUBMITTED, digest, ("", str(seen), True))
+        message = str(seen).removeprefix(f"{seen.name}: ")[:MAX_REASON]
+        return Ballot(rank, number, VoteState.FAILED, digest, (seen.name[:MAX_REASON], message, seen.sticky))
+    return Ballot(rank, number, VoteState.NOT_SUBMITTED, digest, ("", str(seen)[:MAX_REASON], True))
 
 
 def unanimous(least: Sequence[int]) -> bool:

@@ -9,13 +9,18 @@ from aioprefill.native.host import NativeHost
 from aioprefill.native.load import load_engine, load_grammars, pool_view
 from aioprefill.native.serve_host import serve_host
 from aioprefill.process import Process, run_process
+from aioprefill.ranks.place import RankPlace
 from aioprefill.transfer.nixl_sender import NixlTransfer
 from aioprefill.wire.security import CurveKeys, load_keys
 
 
-def run_serve(config: ServeConfig) -> int:
-    """Run until told to stop; the exit code (see `aioprefill.process`)."""
-    return run_process("serve", lambda process: serve(process, config), log_level=config.log_level)
+def run_serve(config: ServeConfig, place: RankPlace | None = None) -> int:
+    """Run until told to stop; the exit code (see `aioprefill.process`). `place`: of one rank of several."""
+    if place is None:
+        return run_process("serve", lambda process: serve(process, config), log_level=config.log_level)
+    from aioprefill.native.serve_rank import run_rank  # torch.distributed is for ranks only
+
+    return run_rank(config, place)
 
 
 async def serve(process: Process, config: ServeConfig) -> int:

@@ -9,6 +9,7 @@ from aioprefill.host import DrainReport
 from aioprefill.native.host import NativeHost
 from aioprefill.native.welcome import welcome_of
 from aioprefill.process import EXIT_DRAINED, EXIT_STUCK, Process
+from aioprefill.ranks.port import RankLink
 from aioprefill.scheduler import PrefillScheduler
 from aioprefill.wire.prefill_service import PrefillService
 from aioprefill.wire.security import CurveKeys
@@ -17,11 +18,15 @@ logger = logging.getLogger(__name__)
 
 
 async def serve_host(
-    process: Process, host: NativeHost, config: ServeConfig, keys: CurveKeys | None = None
+    process: Process,
+    host: NativeHost,
+    config: ServeConfig,
+    keys: CurveKeys | None = None,
+    ranks: RankLink | None = None,
 ) -> int:
     """Serve and drain; the exit code. What stops it: a signal, `aioprefill ctl drain`, or a broken loop.
 
-    Raises what broke the loop.
+    With `ranks` this is rank 0, and a signal to any other rank stops it too. Raises what broke the loop.
     """
 
     def on_drained(report: DrainReport) -> None:
@@ -37,7 +42,7 @@ async def serve_host(
 
     process.report, process.stuck = report, stuck
     async with (
-        PrefillScheduler(host, config.scheduler) as scheduler,
+        PrefillScheduler(host, config.scheduler, ranks=ranks) as scheduler,
         PrefillService(
             config.listen,
             submit=scheduler.submit,
@@ -50,7 +55,7 @@ async def serve_host(
         ) as service,
     ):
         process.ready(service.endpoint, model=host.engine.spec.name, pages=host.engine.num_pages)
-        await process.wait_any(scheduler.wait_stopped())
+        await process.wait_any(scheduler.wait_stopped(), scheduler.stop_wanted.wait())
         _tell(await scheduler.drain(config.scheduler.drain_timeout_s))
     return EXIT_STUCK if host.hung else EXIT_DRAINED
 

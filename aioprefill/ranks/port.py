@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from aioprefill.errors import RankError
-from aioprefill.host_calls import CallMeter
+from aioprefill.host_calls import CallProgress
 from aioprefill.tp_agree import Agreement
 
 
@@ -27,13 +27,12 @@ class RankLink(Protocol):
     @property
     def agreement(self) -> Agreement: ...
 
-    def start(
-        self,
-        on_message: Callable[[int, bytes], None],
-        on_lost: Callable[[RankError], None],
-        meter: CallMeter,
-    ) -> None:
-        """Begin, on the running loop. `meter` shows whether this rank sits in a host call.
+    @property
+    def progress(self) -> CallProgress:
+        """Where this rank's calls are noted, for the messages that name a rank which hangs."""
+
+    def start(self, on_message: Callable[[int, bytes], None], on_lost: Callable[[RankError], None]) -> None:
+        """Begin, on the running loop.
 
         `on_message(rank, data)` gets what another rank has sent to this one, in order and without gaps.
         `on_lost(error)` is called at most once, with the first rank that is lost.
@@ -41,9 +40,6 @@ class RankLink(Protocol):
 
     def send(self, data: bytes) -> None:
         """Leader: to every follower. Follower: to the leader. Never blocks; a full link is a lost rank."""
-
-    def executed(self, number: int) -> None:
-        """Follower: the token of that number is done. For the messages that name a rank which hangs."""
 
     def failed(self, reason: str) -> None:
         """This rank cannot go on: the others are told why, and name it."""

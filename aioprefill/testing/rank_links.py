@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from aioprefill.errors import DeviceError, RankError
-from aioprefill.host_calls import CallMeter
 from aioprefill.tp_agree import Ballot, Seen, ballot, settle, unanimous, verdict
 
 Deliver = Callable[[int, bytes], None]
@@ -78,7 +77,7 @@ def _resolve(end: asyncio.Future[Seen], outcome: Seen) -> None:
 
 
 class MemoryLink:
-    """Implements `RankLink`, and is its own `Agreement`."""
+    """Implements `RankLink`, and is its own `Agreement` and `CallProgress`."""
 
     def __init__(self, ranks: MemoryRanks, rank: int) -> None:
         self._ranks = ranks
@@ -89,8 +88,9 @@ class MemoryLink:
         self._coming: dict[int, deque[bytes]] = {}
         self._last_s: dict[int, float] = {}
         """When the last message to each rank arrives."""
-        self.token = -1
-        """Number of the last token that was executed."""
+        self.executed = -1
+        """Number of the last host call."""
+        self.forward: int | None = None
         self.reason = ""
         self.closed = False
 
@@ -111,7 +111,19 @@ class MemoryLink:
         """See `Agreement.vote`."""
         return settle(await self._ranks.join(self.rank, number, digest, seen))
 
-    def start(self, on_message: Deliver, on_lost: Callable[[RankError], None], meter: CallMeter) -> None:
+    @property
+    def progress(self) -> MemoryLink:
+        """See `RankLink.progress`."""
+        return self
+
+    def begin_call(self, kind: str) -> None:
+        """See `CallProgress`."""
+
+    def end_call(self, number: int) -> None:
+        """See `CallProgress`."""
+        self.executed = number
+
+    def start(self, on_message: Deliver, on_lost: Callable[[RankError], None]) -> None:
         """See `RankLink.start`."""
         self._on_message, self._on_lost = on_message, on_lost
         waiting, self._waiting = self._waiting, []
@@ -145,10 +157,6 @@ class MemoryLink:
     def lost(self, error: RankError) -> None:
         """A rank is gone."""
         self._on_lost(error)
-
-    def executed(self, number: int) -> None:
-        """See `RankLink.executed`."""
-        self.token = number
 
     def failed(self, reason: str) -> None:
         """See `RankLink.failed`."""
