@@ -37,12 +37,14 @@ LAYOUT = KVLayout("weights-1", layers=2, kv_heads=4, head_dim=64, page_size=16, 
 FIRST = SampledToken(42, -0.5, ((42, -0.5), (7, -1.5)))
 
 
-def make_pool(num_pages: int, seed: int | None = None) -> tuple[np.ndarray, PoolView]:
+def make_pool(
+    num_pages: int, seed: int | None = None, layout: KVLayout = LAYOUT
+) -> tuple[np.ndarray, PoolView]:
     """Host memory, shape (num_pages, page_bytes), zero or random; and its view."""
-    memory = np.zeros((num_pages, LAYOUT.page_bytes), dtype=np.uint8)
+    memory = np.zeros((num_pages, layout.page_bytes), dtype=np.uint8)
     if seed is not None:
         memory[:] = np.random.default_rng(seed).integers(0, 256, memory.shape, dtype=np.uint8)
-    return memory, PoolView(memory.ctypes.data, num_pages, LAYOUT.page_bytes)
+    return memory, PoolView(memory.ctypes.data, num_pages, layout.page_bytes)
 
 
 def handoff(room: str, peer: str, pages: int) -> Handoff:
@@ -245,8 +247,11 @@ async def run_decode(options: dict) -> None:
 
 async def run_prefill(options: dict) -> None:
     queue = await commands()
-    memory, pool = make_pool(options["num_pages"], seed=options["seed"])
-    transfer = NixlTransfer(pool, LAYOUT, lease_s=options["lease_s"], ping_s=0.2)
+    shards = options.get("shards", 1)
+    layout = LAYOUT if shards == 1 else LAYOUT.shard_of(options["shard"], shards)
+    memory, pool = make_pool(options["num_pages"], seed=options["seed"], layout=layout)
+    group = options.get("group", "")
+    transfer = NixlTransfer(pool, layout, lease_s=options["lease_s"], ping_s=0.2, group=group)
     transfer.prepare()
 
     def on_wake() -> None:
