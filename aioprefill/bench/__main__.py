@@ -12,6 +12,7 @@ BENCHMARKS = {
     "idle": "CPU of an idle pair, and how soon it takes the first message",
     "policy": "time to first token of the policies, on a trace of real requests",
     "memory": "resident memory over many requests, and what is left in use at the end",
+    "ranks": "two tensor-parallel ranks that wait for forwards, against a loop that polls without sleeping",
     "soak": "random load with aborts, lost clients, pauses and new weights: nothing lost, wrong or leaked",
 }
 
