@@ -21,7 +21,7 @@ from aioprefill.transfer.pool_view import PoolView
 from aioprefill.transfer.port import Handoff
 from aioprefill.transfer.room_book import RoomBook
 from aioprefill.transfer.room_events import PeerReady
-from aioprefill.wire.messages import Bootstrap, PoolInfo, decode, encode
+from aioprefill.wire.messages import Bootstrap, Hello, PoolInfo, decode, encode
 
 WHOLE = KVLayout("w", layers=2, kv_heads=4, head_dim=8, page_size=16, dtype="float32")
 POOL = PoolView(1 << 20, 3, WHOLE.page_bytes)
@@ -135,3 +135,46 @@ async def test_transfers_refuse_settings_that_shards_cannot_have() -> None:
         NixlReceiver(pool, part, None, lambda identity, message: None, agent=agent)
     with pytest.raises(ConfigError, match="cannot carry shards"):
         InProcessTransfer(part)
+
+
+class Handler:
+    """A decode worker with four pages."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def reserve(self, handoff: Handoff) -> list[int] | None:
+        return [0, 1]
+
+    def lost(self, room: str, reason: str) -> None:
+        self.heard.append(f"{room} lost: {reason}")
+
+    def release_pages(self, room: str, pages: list[int]) -> None:
+        self.heard.append(f"{room} released")
+
+
+@pytest.mark.asyncio
+async def test_S1_a_decode_worker_that_stops_takes_the_last_shards_of_rooms_that_have_pages() -> None:
+    """A shard of a room that began is reserved, one of a new room is refused with the reason."""
+    sent: list[tuple[bytes, object]] = []
+    agent = NixlAgent("d", POOL, library=FakeNixl())
+    handler = Handler()
+    receiver = NixlReceiver(POOL, WHOLE, handler, lambda i, m: sent.append((i, m)), agent=agent)
+    receiver.start()
+
+    def announce(shard: int, room: str, ticket: int) -> str:
+        part = WHOLE.shard_of(shard, 2)
+        message = Bootstrap(
+            room, 32, 2, SamplingParams(), 8, False, "w", part.page_bytes, ticket, None, 2, shard, "g"
+        )
+        receiver.on_message(b"%d" % shard, message)
+        return type(sent[-1][1]).__name__
+
+    for shard in range(2):
+        receiver.on_message(b"%d" % shard, Hello("prefill", f"epoch {shard}"))
+    assert announce(0, "old", 1) == "Reserved"
+    receiver.refuse_new("the decode worker stops")
+    assert announce(1, "old", 1) == "Reserved"
+    assert announce(1, "new", 2) == "Refused"
+    await receiver.aclose()
+    assert handler.heard == ["old lost: shard 0 of 2: the decode worker shuts down", "old released"]
