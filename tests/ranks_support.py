@@ -26,11 +26,11 @@ class MemoryBoard:
             self._values[key] = value
             self._changed.notify_all()
 
-    def lookup(self, key: str) -> bytes:
+    def lookup(self, key: str, rank: int = 0) -> bytes:
         """See `Board.lookup`."""
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._values, timeout=10):
-                raise RankError(0, f"did not publish {key}")
+                raise RankError(rank, f"did not publish {key}")
             return self._values[key]
 
 

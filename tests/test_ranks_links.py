@@ -298,7 +298,7 @@ def test_an_address_that_is_not_of_this_machine_is_a_config_error():
         def publish(self, key, value):
             pass
 
-        def lookup(self, key):
+        def lookup(self, key, rank=0):
             return keys.public
 
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):

@@ -33,8 +33,8 @@ class Board(Protocol):
     def publish(self, key: str, value: bytes) -> None:
         """Make a value known to all ranks."""
 
-    def lookup(self, key: str) -> bytes:
-        """Wait for a value. Raises `RankError` when it does not come in time."""
+    def lookup(self, key: str, rank: int = 0) -> bytes:
+        """Wait for a value that `rank` publishes. Raises its `RankError` when it does not come in time."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -175,7 +175,7 @@ class Wires:
         """
         keys = RankKeys.make()
         board.publish(f"wires/key/{place.rank}", keys.public)
-        publics = [board.lookup(f"wires/key/{rank}") for rank in range(place.size)]
+        publics = [board.lookup(f"wires/key/{rank}", rank) for rank in range(place.size)]
         return cls(place, keys, publics, host, board)
 
     @property
