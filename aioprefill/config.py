@@ -206,6 +206,21 @@ class RanksConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecordConfig(Checked):
+    """A recording of what the scheduler decides, for `aioprefill replay`."""
+
+    panel: ClassVar[str] = "Recording"
+    record: Path | None = option(  # noqa: RUF009
+        None,
+        Auto(FilePath(), "none"),
+        "File to record all decisions and their inputs in, prompts included, for `aioprefill replay`.",
+    )
+    record_size: int = option(
+        256 << 20, Bytes(1 << 20), "Size limit of a recording: of FILE and of the older FILE.1 together."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProcessConfig(Checked):
     """What every process has."""
 
@@ -252,6 +267,14 @@ class ServeConfig(ListenerConfig):
     native: NativeConfig = field(default_factory=NativeConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     ranks: RanksConfig = field(default_factory=RanksConfig)
+    recording: RecordConfig = field(default_factory=RecordConfig)
+
+    def check_together(self) -> None:
+        """Besides the listener's rules: what the tier holds comes from before, so no recording has it all."""
+        super().check_together()
+        if self.recording.record is not None and self.native.tier_dir is not None:
+            message = "a recording cannot be replayed with a storage tier: leave one of them out"
+            raise SettingsConflict(("record", "tier-dir"), message)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,6 +112,12 @@ class ModelError(AioprefillError):
     code = "model"
 
 
+class RecordingError(AioprefillError):
+    """A recording cannot be read or replayed: damaged, foreign, of another format. The message names it."""
+
+    code = "recording"
+
+
 class WireError(AioprefillError):
     """A message or a connection is unusable: malformed, too large, wrong version, server gone."""
 

@@ -192,6 +192,15 @@ class ReplicatedHost(PrefillHost, Protocol):
     def take_report(self, rank: int, report: bytes) -> None:
         """Leader only: what a follower's host gave to its `report`. Becomes facts when all ranks agree."""
 
+    def at_rest(self) -> bool:
+        """Nothing is live or on its way in: `restart` may be called now. Recorded leaders only."""
+
+    def restart(self, now: float) -> None:
+        """A host call, at rest only: forget whatever earlier calls have left that later ones decide by.
+
+        Afterwards a fresh host that is given the same numbers to go on from decides alike.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class DrainReport:

@@ -16,6 +16,7 @@ import msgspec
 
 from aioprefill.errors import DeviceError, HostError
 from aioprefill.host import Batch, Forward, Hold, Ingested, PrefillHost, Progress, ReplicatedHost
+from aioprefill.recording import Recording
 from aioprefill.tp_agree import CallOrder, CallToken
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 Observer = Callable[[CallToken, bytes], None]
 """Is told of every call and what it came to (`CallRunner.describe`)."""
 
+RAISED = "raised"
+"""Key of the description of a call that raised: it is the last one."""
 _PAUSES, _RETRACT, _WEIGHTS = 1, 2, 4
 _ADMIT, _STEP = 1, 2
 
@@ -85,16 +88,21 @@ class CallRunner:
             progress.begin_call(token.kind)
         try:
             result = self._call(token)
+        except Exception as error:
+            self._tell(token, msgspec.msgpack.encode({RAISED: f"{type(error).__name__}: {error}"}))
+            raise
         finally:
             self._meter.add(token.kind, time.perf_counter() - started)
             if progress is not None:
                 progress.end_call(token.number)
                 progress.forward = next(iter(self._forwards), None)
         if self.observers:
-            description = self._describe(token, result)
-            for observer in self.observers:
-                observer(token, description)
+            self._tell(token, self._describe(token, result))
         return result
+
+    def _tell(self, token: CallToken, description: bytes) -> None:
+        for observer in self.observers:
+            observer(token, description)
 
     def _call(self, token: CallToken) -> Any:
         host, now, flags = self._host, token.now, token.flags
@@ -139,7 +147,7 @@ class CallRunner:
 
 
 _PLAIN_CALLS = frozenset(
-    {"collect_bootstrapped", "progress_transfers", "on_idle", "begin_drain", "end_drain"}
+    {"collect_bootstrapped", "progress_transfers", "on_idle", "begin_drain", "end_drain", "restart"}
 )
 """Host calls that have no arguments; a token names no other method."""
 
@@ -147,7 +155,8 @@ _PLAIN_CALLS = frozenset(
 class HostCalls:
     """Host calls with the clock reading and the number that the call order gives them.
 
-    With `send` every token goes there, with the host's facts, before the call is made.
+    With `send` every token goes there, with the host's facts, before the call is made. A `recording` that
+    wants the host restarted has it so behind the call after which the host is at rest.
     """
 
     def __init__(
@@ -157,12 +166,14 @@ class HostCalls:
         clock: Callable[[], float],
         runner: CallRunner,
         send: Callable[[CallToken], None] | None = None,
+        recording: Recording | None = None,
     ) -> None:
         self._host = host
         self._order = order
         self._clock = clock
         self._runner = runner
         self._send = send
+        self._recording = recording
         self.agreed = 0
         """Forwards whose votes are over; the loop counts them."""
 
@@ -171,6 +182,15 @@ class HostCalls:
         return self._clock()
 
     def _call(
+        self, kind: str, detail: int = -1, flags: int = 0, error: tuple[str, str, bool] | None = None
+    ) -> Any:
+        result = self._make(kind, detail, flags, error)
+        recording = self._recording
+        if recording is not None and recording.wants_restart and cast(ReplicatedHost, self._host).at_rest():
+            self._make("restart")
+        return result
+
+    def _make(
         self, kind: str, detail: int = -1, flags: int = 0, error: tuple[str, str, bool] | None = None
     ) -> Any:
         send = self._send

@@ -99,6 +99,7 @@ class PrefillScheduler(Operations):
                 loop.time,
                 self._runner_of_calls,
                 self._send if digest is not None else None,
+                self._recording,
             ),
             pipeline=self._pipeline,
             signals=signals,

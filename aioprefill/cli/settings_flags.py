@@ -22,11 +22,11 @@ from aioprefill.config import COMMANDS
 from aioprefill.config_kinds import Switch
 from aioprefill.config_option import Checked, Option, groups, own_options
 from aioprefill.config_sources import CONFIG_ENV, resolve_settings
-from aioprefill.errors import AioprefillError, ConfigError, InvalidRequest
+from aioprefill.errors import AioprefillError, ConfigError, InvalidRequest, RecordingError
 
 logger = logging.getLogger("aioprefill")
 
-USAGE_ERRORS = (ConfigError, InvalidRequest)
+USAGE_ERRORS = (ConfigError, InvalidRequest, RecordingError)
 
 NOTE = (
     "Every option is also an environment variable (--page-size is AIOPREFILL_PAGE_SIZE) and a key of a TOML "

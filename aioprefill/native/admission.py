@@ -20,7 +20,8 @@ class Admission:
     """Orders waiting requests for the planner, and finds those whose deadline cannot be met."""
 
     def __init__(self, config: NativeConfig, memory: KVMemory) -> None:
-        self.speed = Speed(full_tokens=config.chunk_tokens // 2)
+        self._full_tokens = config.chunk_tokens // 2
+        self.speed = Speed(self._full_tokens)
         self._order = POLICIES[config.policy]
         self._max_wait_s = config.policy_max_wait_s
         self._refuses = config.late_deadlines == "refuse"
@@ -68,6 +69,12 @@ class Admission:
                 request.looked_up = True
                 request.expected_cached = self._memory.cached_tokens(request.tokens)
                 self._looked_up.append(request)
+
+    def restart(self) -> None:
+        """As after a start: nothing is known of the device's speed. No request may be live."""
+        self.speed = Speed(self._full_tokens)
+        self._dated.clear()
+        self._looked_up.clear()
 
     # Deadlines
 

@@ -180,6 +180,11 @@ class Frontend:
         """Ids of the requests that are not dispatched, in order of their coming."""
         return [item.request.request_id for item in (*self.inbox, *self.coming) if isinstance(item, Arrival)]
 
+    @property
+    def idle(self) -> bool:
+        """No request is live, and no input waits."""
+        return not (self._live or self.coming or self.inbox)
+
     # Seen by a host call
 
     def place(self, item: Arrival | AbortFact | Controlled | GrammarFact | WithdrawnFact) -> bool:

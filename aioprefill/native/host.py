@@ -237,6 +237,22 @@ class NativeHost:
         """See `ReplicatedHost.describe`."""
         return batch.describe()
 
+    def at_rest(self) -> bool:
+        """See `ReplicatedHost.at_rest`. Weights that wait to be swapped in count as live."""
+        quiet = not (self.ledger.requests or self.forwards.pending or self._hand_offs.bootstrapped)
+        return quiet and self.frontend.idle and self.intake.idle and self._staging.idle
+
+    def restart(self, now: float) -> None:
+        """See `ReplicatedHost.restart`. Cached prefixes, and what was learned of the speed, are gone.
+
+        The numbers of arrivals and of the weights go on: a fresh host needs those two.
+        """
+        assert not self.ledger.requests and not self.forwards.pending, f"restarted at work: {self!r}"
+        self.memory.restart()
+        self.admission.restart()
+        self.timers.restart()
+        self.frontend.tokens_per_s = 0.0
+
     # The rest of the port
 
     async def run_own_loop(self) -> None:

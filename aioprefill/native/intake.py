@@ -62,7 +62,8 @@ class Intake:
         self._timers = timers
         self.gate = GrammarGate(grammars, frontend.post, ledger.fail)
         self._wake: Callable[[], None] = lambda: None
-        self._arrivals = 0
+        self.arrivals = 0
+        """Requests that were dispatched: the number of the next one."""
         self._draining = False
         self._waiting_pause: asyncio.Future[Any] | None = None
         """The answer that a `wait` pause owes."""
@@ -121,6 +122,11 @@ class Intake:
         command = item.command if isinstance(item, Controlled) else None
         return isinstance(command, Pause) and command.mode is PauseMode.RETRACT
 
+    @property
+    def idle(self) -> bool:
+        """It runs: no pause, swap or drain is under way."""
+        return self.pause.admits and not self._draining
+
     # Requests
 
     def _arrive(self, arrival: Arrival, now: float) -> None:
@@ -134,14 +140,14 @@ class Intake:
             ignore_eos=asked.ignore_eos,
             grammar=asked.grammar,
             handle=arrival.handle,
-            arrival=self._arrivals,
+            arrival=self.arrivals,
             timeouts=asked.timeouts,
             arrival_s=arrival.handle.arrival_s,
             priority=asked.priority,
             due_s=None if asked.deadline_s is None else arrival.handle.arrival_s + asked.deadline_s,
             state=State.WAITING if asked.peer is None else State.BOOTSTRAPPING,
         )
-        self._arrivals += 1
+        self.arrivals += 1
         self._ledger.add(request)
         if self._draining:
             self._ledger.fail(request, RequestAborted("the scheduler is draining"))

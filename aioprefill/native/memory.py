@@ -101,6 +101,11 @@ class KVMemory:
             self.cache.forget()
         return self.pool.free - free
 
+    def restart(self) -> None:
+        """As after a start: no prefix is cached. No request may hold a page."""
+        self.flush()
+        self.pool.restart()
+
     def check(self) -> None:
         """Assert the invariants of pool and cache."""
         self.pool.check()

@@ -20,7 +20,7 @@ class PagePool:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self._stack: PageIds = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
+        self._stack = _lowest_on_top(num_pages)
         self._free = num_pages
         """The free pages are the first so many of the stack; its end is handed out first."""
         self._refs = np.zeros(num_pages, dtype=np.int32)
@@ -97,6 +97,11 @@ class PagePool:
         self.idle -= len(idle)
         self._push(idle)
 
+    def restart(self) -> None:
+        """Hand the pages out again as after a start. Every page must be free."""
+        assert self._free == self.num_pages, f"pages are in use: {self!r}"
+        self._stack = _lowest_on_top(self.num_pages)
+
     def _push(self, pages: PageIds) -> None:
         self._stack[self._free : self._free + len(pages)] = pages
         self._free += len(pages)
@@ -110,3 +115,7 @@ class PagePool:
         assert (used != free).all(), "a page is lost, or free and in use"
         idle = int(np.count_nonzero(self._cached & (self._refs == 0)))
         assert idle == self.idle, f"{idle} idle pages, counted {self.idle}"
+
+
+def _lowest_on_top(num_pages: int) -> PageIds:
+    return np.arange(num_pages - 1, -1, -1, dtype=np.int32)

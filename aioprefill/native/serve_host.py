@@ -10,6 +10,7 @@ from aioprefill.native.host import NativeHost
 from aioprefill.native.welcome import welcome_of
 from aioprefill.process import EXIT_DRAINED, EXIT_STUCK, Process
 from aioprefill.ranks.port import RankLink
+from aioprefill.record.recorder import make_recording
 from aioprefill.scheduler import PrefillScheduler
 from aioprefill.wire.prefill_service import PrefillService
 from aioprefill.wire.security import CurveKeys
@@ -41,8 +42,9 @@ async def serve_host(
         return "a forward hangs on the device" if host.hung else ""
 
     process.report, process.stuck = report, stuck
+    recording = make_recording(config, host, tp=1 if ranks is None else ranks.size)
     async with (
-        PrefillScheduler(host, config.scheduler, ranks=ranks) as scheduler,
+        PrefillScheduler(host, config.scheduler, ranks=ranks, recording=recording) as scheduler,
         PrefillService(
             config.listen,
             submit=scheduler.submit,

@@ -33,6 +33,11 @@ class Staging:
         self.on_read: Callable[[StagedFact], None] = lambda _: None
         """This rank has read weights, or could not."""
 
+    @property
+    def idle(self) -> bool:
+        """No weights are staged, being read, or asked for."""
+        return not (self._ready or self._reading or self._asked)
+
     async def stage(self, folder: Path) -> int:
         """Have every rank read a folder; the number for `UpdateWeights`. Raises `ModelError`.
 

@@ -106,6 +106,13 @@ class RankedFakeHost(FakeHost):
             case "ended":
                 super().end_transfer(name)
 
+    def at_rest(self) -> bool:
+        """See `ReplicatedHost.at_rest`. Never: it is recorded for no replay."""
+        return False
+
+    def restart(self, now: float) -> None:
+        """See `ReplicatedHost.restart`."""
+
     def describe(self, batch: list[FakePiece]) -> bytes:
         """See `ReplicatedHost.describe`."""
         return msgspec.msgpack.encode([(piece.request.name, piece.start, piece.end) for piece in batch])
