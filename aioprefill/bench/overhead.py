@@ -66,6 +66,10 @@ class Recording:
         """See `Engine.write_pages`."""
         return self._engine.write_pages(pages, blocks)
 
+    def assemble_pages(self, pages: PageIds, shards: int) -> concurrent.futures.Future[None]:
+        """See `Engine.assemble_pages`."""
+        return self._engine.assemble_pages(pages, shards)
+
     def close(self) -> None:
         """The engine goes on."""
 

@@ -38,13 +38,11 @@ class RankFacts:
 
     def take(self, rank: int, fact: LocalFact) -> LocalFact | None:
         """The fact that is complete now, if any. Raises `RankError` when the ranks cannot go on."""
-        match fact:
-            case TransferFact():
-                return self._transfer(rank, fact)
-            case SwappedFact():
-                return self._swap(rank, fact)
-            case StagedFact():
-                return self._stage(rank, fact)
+        if isinstance(fact, TransferFact):
+            return self._transfer(rank, fact)
+        if isinstance(fact, SwappedFact):
+            return self._swap(rank, fact)
+        return self._stage(fact)
 
     @property
     def rooms(self) -> int:
@@ -83,7 +81,7 @@ class RankFacts:
             raise RankError(rank, f"the weights were swapped on some ranks only: {errors[0]}")
         return SwappedFact(errors[0] if errors else None)
 
-    def _stage(self, rank: int, fact: StagedFact) -> StagedFact | None:
+    def _stage(self, fact: StagedFact) -> StagedFact | None:
         known = self._staged.setdefault(fact.number, [])
         known.append(fact)
         if len(known) < self.size:
