@@ -1,5 +1,6 @@
 # make demo   runs the main job on the embedded model      make test    runs the whole test suite
 # make check  is what CI runs                              make install only makes the environment
+# make test-sglang   tests the plugin inside SGLang, in an environment of its own (make install-sglang)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,7 +9,11 @@ ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test check lint format clean
+SGLANG_VENV ?= .venv-sglang
+SGLANG_BIN := $(SGLANG_VENV)/bin
+SGLANG_STAMP := $(SGLANG_VENV)/.installed
+
+.PHONY: install install-sglang demo test test-sglang check lint format clean
 
 install: $(STAMP)
 
@@ -28,6 +33,20 @@ demo: install
 test: install
 	$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),--cov)
 
+# SGLang lives in an environment of its own, 2.7 GB: its pins differ, and its dependencies want a GPU.
+install-sglang: $(SGLANG_STAMP)
+
+$(SGLANG_STAMP): tests_sglang/requirements.txt
+	@echo "installing SGLang into $(SGLANG_VENV) ..." >&2
+	@test -x $(SGLANG_BIN)/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	@$(SGLANG_BIN)/pip install -q -r tests_sglang/requirements.txt >&2
+	@$(SGLANG_BIN)/pip install -q --no-deps sglang==0.5.23 mooncake-transfer-engine-non-cuda >&2
+	@$(SGLANG_BIN)/pip install -q --no-deps -e . >&2
+	@touch $@
+
+test-sglang: install-sglang
+	$(SGLANG_BIN)/python -m pytest -c tests_sglang/pytest.ini tests_sglang $(ARGS)
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -40,4 +59,4 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
