@@ -206,11 +206,15 @@ def test_R2_a_host_call_that_does_not_end_is_named():
 
 
 def test_R2_a_loop_that_does_not_turn_is_named():
-    """Outside a host call."""
+    """Outside a host call, or in many short ones."""
     world = World()
     world.hear_all(2)
     world.hear(2, turned_s=12.0)
     assert world.suspect() == "rank 2 has not turned its event loop for 12 s"
+    world.hear(2, turned_s=12.0, call="prepare", call_s=0.1)
+    assert world.suspect() == "rank 2 has not turned its event loop for 12 s"
+    world.hear(2, turned_s=10.4, call="prepare", call_s=9.9)
+    assert world.suspect() == "rank 2 has been in the host call prepare for 9.9 s"
 
 
 def test_R2_ranks_that_wait_inside_a_host_call_are_not_blamed_for_the_one_that_does_not_come():
@@ -304,6 +308,33 @@ def test_beats_that_come_late_or_twice_are_ignored():
     world.now += TIMEOUT_S + 1
     world.hear(2)
     assert world.suspect().startswith("rank 1 has been silent for 11 s")
+
+
+def test_first_and_last_words_and_errors_are_worth_telling_at_once():
+    """Beats that say nothing new are not."""
+    world = World()
+    for facts, urgent in (
+        ({}, True),
+        ({}, False),
+        ({"voted": 3, "call": "ingest"}, False),
+        ({"error": "x"}, True),
+        ({"error": "x"}, False),
+        ({"error": "x", "leaving": True}, True),
+    ):
+        assert world.table.hear(world.beat(1, **facts), world.now) is urgent, facts
+    assert world.table.hear(Beat(rank=1, sequence=-1, error="late"), world.now) is False
+
+
+def test_nothing_is_concluded_from_a_rank_that_does_not_tell_what_it_has_executed():
+    """Neither that it is behind, nor that others wait for it."""
+    world = World()
+    for second in range(30):
+        world.now += 1.0
+        world.hear(0)
+        world.hear_all(0, executed=second)
+        assert world.suspect() == ""
+    world.hear(1, executed=28, call="prepare", call_s=11.0)
+    assert world.suspect() == "rank 1 has been in the host call prepare for 11 s"
 
 
 class Relayed:

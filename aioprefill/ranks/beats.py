@@ -36,7 +36,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Last forward whose vote it has joined; -1: none yet."""
     voted_s: float = 0.0
     executed: int = -1
-    """Last host call that it has carried out; -1: none yet."""
+    """Last host call that it has carried out; -1: none yet, or not told, so nothing is concluded from it."""
     error: str = ""
     """Why it fails; "" while it does not."""
     leaving: bool = False
@@ -85,13 +85,17 @@ class BeatTable:
         self._mark = (-1, now)
         """A host call that some rank had carried out at that time, and not yet all."""
 
-    def hear(self, beat: Beat, now: float) -> None:
-        """A beat came from its rank, or is this rank's own. One older than the last is ignored."""
-        known = self._ranks[beat.rank]
-        if known.beat is not None and beat.sequence <= known.beat.sequence:
-            return
+    def hear(self, beat: Beat, now: float) -> bool:
+        """A beat came from its rank, or is this rank's own. One older than the last is ignored.
+
+        True when the others should know at once: it is the first one, a farewell, or tells of an error.
+        """
+        known, last = self._ranks[beat.rank], self._ranks[beat.rank].beat
+        if last is not None and beat.sequence <= last.sequence:
+            return False
         known.beat, known.heard_at = beat, now
         self._move_mark(now)
+        return last is None or (last.error, last.leaving) != (beat.error, beat.leaving)
 
     def relay(self, rows: Sequence[Row], now: float) -> None:
         """Rank 0 told what it knows. Raises `ValueError` when it is not of this group's size."""
@@ -173,14 +177,14 @@ class BeatTable:
             return None
         last = min(stuck, key=lambda beat: (beat.executed, -beat.call_s, beat.rank))
         for beat in beats:  # a host call may wait in a collective for a rank that has not come to it
-            missing = beat.executed < last.executed or (beat.executed == last.executed and not beat.call)
+            missing = 0 <= beat.executed < last.executed + (not beat.call)
             if last.call and beat not in stuck and missing:
                 cause = (
                     f"has not come to the host call {last.call} that rank {last.rank} has been in for "
                     f"{_seconds(last.call_s)}"
                 )
                 return RankError(beat.rank, cause, forward=forward)
-        if last.call_s > timeout_s:
+        if last.call_s > timeout_s / 2:  # else it makes many calls, and no turn between them
             cause = f"has been in the host call {last.call} for {_seconds(last.call_s)}"
         else:
             cause = f"has not turned its event loop for {_seconds(last.turned_s)}"
@@ -210,7 +214,7 @@ class BeatTable:
 
     def _move_mark(self, now: float) -> None:
         """When all have carried out the marked call, mark the furthest one."""
-        executed = [beat.executed for beat in self._beats()]
+        executed = [beat.executed for beat in self._beats() if beat.executed >= 0]
         if executed and min(executed) >= self._mark[0]:
             self._mark = (max(executed), now)
 
@@ -218,7 +222,9 @@ class BeatTable:
         number, marked_at = self._mark
         for known in self._ranks:
             beat, late_s = known.beat, known.heard_at - marked_at
-            if beat is not None and not known.left and beat.executed < number and late_s > timeout_s:
+            if beat is None or known.left:
+                continue
+            if 0 <= beat.executed < number and late_s > timeout_s:
                 cause = (
                     f"has not carried out host call {number} of the order, which another rank did "
                     f"{_seconds(late_s)} ago"

@@ -15,8 +15,8 @@ from aioprefill.ranks.beats import Beat
 class RankProgress:
     """Numbers begin at 0; -1 is none yet. Times are readings of `clock`, seconds.
 
-    `executed` must be kept on every rank, the leader too: who has come less far than others tells who is
-    to blame when several ranks sit in the same host call.
+    `executed` should be kept on every rank, the leader too: who has come less far than others tells who is
+    to blame when several ranks sit in the same host call. Nothing is concluded from a rank that leaves it -1.
     """
 
     __slots__ = (

@@ -131,8 +131,8 @@ class Watch:
             waited_for, now = wake_at, time.monotonic()
             if now > waited_for + self._beat_s:
                 self._table.excuse(now - waited_for)  # stopped or starved: whoever spoke was not heard
-            told = self._hear(now)
-            if now >= next_beat or told:
+            urgent = self._hear(now)
+            if now >= next_beat or urgent:
                 next_beat = now + self._beat_s
                 self._ping(now)
                 self._tell(now)
@@ -140,18 +140,18 @@ class Watch:
         self._tell(time.monotonic(), leaving=True)
 
     def _hear(self, now: float) -> bool:
-        """Take what came; True when `tell_now` was called."""
+        """Take what came; True when something is to be told before the next beat is due."""
+        urgent = False
         for news in self._wire.take():
             if isinstance(news, Beat):
-                self._table.hear(news, now)
+                urgent |= self._table.hear(news, now)
             elif isinstance(news, Closed):
                 self._table.close(news.rank)
             else:
                 self._table.relay(news, now)
-        try:
-            return bool(self._woken.recv(4096))
-        except BlockingIOError:
-            return False
+        with contextlib.suppress(BlockingIOError):
+            urgent |= bool(self._woken.recv(4096))
+        return urgent
 
     def _tell(self, now: float, *, leaving: bool = False) -> None:
         self._sequence += 1

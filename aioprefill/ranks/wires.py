@@ -25,6 +25,7 @@ Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
 
 LOOPBACK = "127.0.0.1"
+RECONNECT_MS = 10_000
 
 
 class Board(Protocol):
@@ -129,8 +130,9 @@ def dial(context: Context, endpoint: str, server: bytes, keys: RankKeys, identit
 def _prepare(socket: Socket, address: str) -> None:
     socket.linger = 0
     socket.setsockopt(zmq.IPV6, int(address.count(":") > 2))
-    # a connection that breaks may have lost messages, so it is never made again
-    socket.setsockopt(zmq.RECONNECT_IVL, -1)
+    # What breaks a connection ends the group, so there is no hurry to make it again. Never (-1) would
+    # also throw away what had come and is not read yet, such as a farewell.
+    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     # the gate is answered once its owner runs, which may be long after the bind
     socket.setsockopt(zmq.HANDSHAKE_IVL, 0)
 
