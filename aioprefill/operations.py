@@ -103,6 +103,7 @@ class Operations:
         and the old ones go on serving. Cancelling it may leave either.
         """
         async with self._turn:
+            self._check_running()  # the turn may come when the host is closed, and nobody would read them
             staged = await self._frontend.stage_weights(Path(folder))
             answer = self._control(UpdateWeights(staged))
         return await answer
@@ -122,9 +123,12 @@ class Operations:
 
     def _control(self, command: Command) -> Awaitable[Answer]:
         """Queue a command; its answer is to come."""
+        self._check_running()
+        return self._frontend.control(command)
+
+    def _check_running(self) -> None:
         if not self._running or self._pipeline.exiting:
             raise ControlError("the scheduler is not running, or it drains")
-        return self._frontend.control(command)
 
     async def _control_in_turn(self, command: Command) -> Answer:
         async with self._turn:

@@ -205,8 +205,16 @@ class Frontend:
         return True
 
     def _mark(self, command: AbortMatching) -> AbortMatching:
-        """An abort of many counts before results are published, too, also while it is held behind a pause."""
-        named = [name for name, handle in self._live.items() if command.names(name) and not handle.done]
+        """An abort of many counts before results are published, too, also while it is held behind a pause.
+
+        It names those that came before it. Only this rank's front door knows of later ones already.
+        """
+        later = {item.request.request_id for item in self.coming if isinstance(item, Arrival)}
+        named = [
+            name
+            for name, handle in self._live.items()
+            if command.names(name) and not handle.done and name not in later
+        ]
         for request_id in named:
             self.aborting.setdefault(request_id, command.reason)
         return replace(command, matched=len(named))

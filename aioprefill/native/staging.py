@@ -49,7 +49,7 @@ class Staging:
         self.post(StageFact(number, str(folder)))
         try:
             staged = await asked
-        except BaseException:
+        except asyncio.CancelledError:
             self.post(UnstageFact(number))
             raise
         finally:
