@@ -1,7 +1,7 @@
 """Ranks in one process: links in memory that delay what they carry, and votes that need no group.
 
 For tests and simulations on a virtual clock. Messages of one link stay in order; each takes what `delay()`
-says. A vote ends for every rank some delay after the last one has joined.
+says. A vote ends for every rank some delay after the last one has joined. Delays may differ between ranks.
 """
 
 from __future__ import annotations
@@ -26,11 +26,23 @@ class _Vote:
 
 
 class MemoryRanks:
-    """Makes the links of `size` ranks: `ranks[n]` is that of rank n. Made on a running loop."""
+    """Makes the links of `size` ranks: `ranks[n]` is that of rank n. Made on a running loop.
 
-    def __init__(self, size: int, delay: Callable[[], float] = lambda: 0.0) -> None:
+    `delay()` is for messages and votes alike, in seconds; `link_delay(sender, receiver)` and
+    `vote_delay(rank)` are for either of them instead.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        delay: Callable[[], float] = lambda: 0.0,
+        *,
+        link_delay: Callable[[int, int], float] | None = None,
+        vote_delay: Callable[[int], float] | None = None,
+    ) -> None:
         self.size = size
-        self.delay = delay
+        self.link_delay = link_delay or (lambda _sender, _receiver: delay())
+        self.vote_delay = vote_delay or (lambda _rank: delay())
         self.links = [MemoryLink(self, rank) for rank in range(size)]
         self.collectives = 0
         """Votes that were held; each is one round trip of a real group."""
@@ -67,8 +79,8 @@ class MemoryRanks:
         least = [min(column) for column in zip(*(one.vector for one in ballots), strict=True)]
         outcome = None if unanimous(least) else verdict(ballots)
         loop = asyncio.get_running_loop()
-        for end in vote.ends.values():
-            loop.call_later(self.delay(), _resolve, end, outcome)
+        for rank, end in vote.ends.items():
+            loop.call_later(self.vote_delay(rank), _resolve, end, outcome)
 
 
 def _resolve(end: asyncio.Future[Seen], outcome: Seen) -> None:
@@ -135,7 +147,9 @@ class MemoryLink:
         others = range(1, self.size) if self.rank == 0 else (0,)
         loop = asyncio.get_running_loop()
         for rank in others:
-            arrives_s = max(self._last_s.get(rank, 0.0), loop.time() + self._ranks.delay())
+            arrives_s = max(
+                self._last_s.get(rank, 0.0), loop.time() + self._ranks.link_delay(self.rank, rank)
+            )
             self._last_s[rank] = arrives_s
             self._ranks[rank].coming(self.rank, data)
             loop.call_at(arrives_s, self._ranks[rank].arrive, self.rank)

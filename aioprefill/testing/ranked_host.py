@@ -7,20 +7,26 @@ from typing import Any
 
 import msgspec
 
-from aioprefill.host import Wake
-from aioprefill.testing.host import FakeHost, FakePiece, FakeRequest
+from aioprefill.errors import DeviceError
+from aioprefill.host import Hold, Ingested, Wake
+from aioprefill.testing.host import FakeForward, FakeHost, FakePiece, FakeRequest
 
 FakeFact = tuple[str, str, int, bool]
 """What ("arrive", "abort", "control", "bootstrap", "ended"), name, tokens, bootstrapped."""
 
 
 class RankedFakeHost(FakeHost):
-    """Implements `ReplicatedHost`. The test drives the leader's; transfers end on each rank by itself."""
+    """Implements `ReplicatedHost`. The test drives the leader's; transfers end on each rank by itself.
+
+    Alone, without followers and recordings, it is like a `FakeHost`. Unlike that it goes on after a device
+    error, and drops a request that is aborted between the end of its handshake and its admission.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._coming: list[FakeFact] = []
         self._size = 1
+        self._leads = self._holds = False
         self._reached: dict[str, int] = {}
         """Ranks on which a transfer has ended, by request."""
         self._report: Callable[[bytes], None] | None = None
@@ -53,8 +59,15 @@ class RankedFakeHost(FakeHost):
 
     def _come(self, what: str, name: str, tokens: int = 0, bootstrapped: bool = True) -> None:
         assert self._report is None, "nothing comes to a follower but facts"
-        self._coming.append((what, name, tokens, bootstrapped))
+        self._know((what, name, tokens, bootstrapped))
         self.wake.input()
+
+    def _know(self, fact: FakeFact) -> None:
+        """The next host call sees it; where other ranks have to be told, not before they are."""
+        if self._leads:
+            self._coming.append(fact)
+        else:
+            self._place(fact)
 
     # The port
 
@@ -65,6 +78,7 @@ class RankedFakeHost(FakeHost):
     def lead(self, size: int, *, recorded: bool) -> None:
         """See `ReplicatedHost.lead`."""
         self._size = size
+        self._leads = True
 
     def follow(self, report: Callable[[bytes], None]) -> None:
         """See `ReplicatedHost.follow`."""
@@ -89,7 +103,7 @@ class RankedFakeHost(FakeHost):
     def _ended_somewhere(self, name: str) -> None:
         self._reached[name] = self._reached.get(name, 0) + 1
         if self._reached[name] == self._size:
-            self._coming.append(("ended", name, 0, True))
+            self._know(("ended", name, 0, True))
             self.wake.transfers()
 
     def _place(self, fact: FakeFact) -> None:
@@ -105,6 +119,26 @@ class RankedFakeHost(FakeHost):
                 super().bootstrap(name)
             case "ended":
                 super().end_transfer(name)
+
+    def ingest(self, now: float, *, hold: Hold) -> Ingested:
+        """See `PrefillHost.ingest`."""
+        result = super().ingest(now, hold=hold)
+        self._holds = result.held > 0
+        return result
+
+    def _inbox_held(self) -> bool:
+        """A command that no `ingest` has seen is not held: a fact may come with any call."""
+        return self._holds
+
+    def collect_bootstrapped(self, now: float) -> int:
+        """See `PrefillHost.collect_bootstrapped`."""
+        self._bootstrapped = [request for request in self._bootstrapped if request.outcome is None]
+        return super().collect_bootstrapped(now)
+
+    def fail_result(self, now: float, forward: FakeForward, error: DeviceError) -> None:
+        """See `PrefillHost.fail_result`. Samples a delayed successor, as a result would."""
+        super().fail_result(now, forward, error)
+        self.sample_delayed()
 
     def at_rest(self) -> bool:
         """See `ReplicatedHost.at_rest`. Never: it is recorded for no replay."""
