@@ -144,7 +144,7 @@ def be_rank(options: argparse.Namespace) -> None:
     place = place_from_environment(os.environ, 2)
     assert place is not None
     torch.set_num_threads(1)
-    group = RankGroup.join(place, device="cpu", timeout_s=TIMEOUT_S)
+    group = RankGroup.join(place, device="cpu", vote_timeout_s=TIMEOUT_S)
     times, measured = Times(place.rank, options), Measured()
     if options.as_rank == "spin":
         spin(group, times, measured, options)

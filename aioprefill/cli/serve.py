@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import typer
 
@@ -28,9 +29,9 @@ def serve(settings: Settings) -> int:
     place = place_from_environment(os.environ, config.ranks.tp)
     fetch_model(config.engine)
     if config.ranks.tp > 1 and place is None:
-        from aioprefill.ranks.supervise import supervise_command
+        from aioprefill.ranks.supervise import supervise
 
-        return supervise_command(config.ranks.tp)
+        return supervise([sys.executable, "-m", "aioprefill", *sys.argv[1:]], config.ranks.tp)
     from aioprefill.native.serve import run_serve
 
     return run_serve(config, place)

@@ -27,7 +27,7 @@ def run_rank(config: ServeConfig, place: RankPlace) -> int:
 
     Raises `ConfigError` or `RankError` when the ranks do not come together.
     """
-    group = RankGroup.join(place, device=config.engine.device, timeout_s=config.ranks.rank_timeout_s)
+    group = RankGroup.join(place, device=config.engine.device, vote_timeout_s=config.ranks.rank_timeout_s)
     name = "serve" if place.leads else f"serve rank {place.rank}"
     code = run_process(name, lambda process: _rank(process, config, group), log_level=config.log_level)
     group.close()

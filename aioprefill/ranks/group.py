@@ -30,6 +30,8 @@ from aioprefill.errors import ConfigError, RankError
 from aioprefill.ranks.place import MASTER_ADDR, MASTER_PORT, RANK_STORE, RankPlace, on_one_machine
 from aioprefill.ranks.wires import LOOPBACK, Wires
 
+JOIN_TIMEOUT_S = 600.0
+VOTE_TIMEOUT_S = 60.0
 POLL_S = 0.02
 """Between looks at who has come. Stores have no event for it, or log a warning when it does not come."""
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
@@ -38,14 +40,15 @@ LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 class RankGroup:
     """What the ranks of one model share. Made by `join`; `close` when nothing uses it any more."""
 
-    def __init__(self, place: RankPlace, store: Store, timeout_s: float) -> None:
+    def __init__(self, place: RankPlace, store: Store, timeout_s: float, vote_timeout_s: float) -> None:
         """See `join`."""
         self.place = place
         self.store = store
         """The group's own part of the store."""
         self.timeout_s = timeout_s
+        self.vote_timeout_s = vote_timeout_s
         self.vote_group: dist.ProcessGroup
-        """A Gloo group of its own for the completion vote; its collectives end after `timeout_s`."""
+        """A Gloo group of its own for the completion vote; its collectives end after `vote_timeout_s`."""
         self.wires: Wires
         self.shared_id = ""
         """Random, made by rank 0, the same on all ranks."""
@@ -55,12 +58,20 @@ class RankGroup:
         return f"<RankGroup rank {self.place.rank} of {self.place.size} {self.shared_id}>"
 
     @classmethod
-    def join(cls, place: RankPlace, *, device: str, timeout_s: float) -> RankGroup:
+    def join(
+        cls,
+        place: RankPlace,
+        *,
+        device: str,
+        timeout_s: float = JOIN_TIMEOUT_S,
+        vote_timeout_s: float = VOTE_TIMEOUT_S,
+    ) -> RankGroup:
         """Blocking: find the other ranks, initialise torch.distributed, exchange addresses and keys.
 
         `device` is "cpu", "cuda" (this rank's own, by its local rank) or "cuda:N". On one machine nothing
         leaves loopback. Raises `ConfigError` for settings that cannot work, and `RankError` that names the
-        ranks that did not come within `timeout_s`.
+        ranks that did not come within `timeout_s`. The default group, over which models run and are loaded,
+        has that limit too: ranks may need very different times to load. A vote has its own.
         """
         local = on_one_machine(os.environ)
         if local:
@@ -69,7 +80,7 @@ class RankGroup:
         backend = _prepare_device(place, device)
         host = LOOPBACK if local or not place.leads else _address_of(os.environ.get(MASTER_ADDR, ""))
         store = _open_store(place, os.environ, timeout_s)
-        group = cls(place, PrefixStore("aioprefill", store), timeout_s)
+        group = cls(place, PrefixStore("aioprefill", store), timeout_s, vote_timeout_s)
         group._wait_for_all()
         group.wires = Wires.exchange(place, group, host)
         try:
@@ -142,7 +153,8 @@ class RankGroup:
                 world_size=self.place.size,
                 timeout=timeout,
             )
-            self.vote_group = dist.new_group(backend="gloo", timeout=timeout)
+            vote_timeout = timedelta(seconds=self.vote_timeout_s)
+            self.vote_group = dist.new_group(backend="gloo", timeout=vote_timeout)
         except (RuntimeError, ValueError) as err:
             if dist.is_initialized():
                 dist.destroy_process_group()
