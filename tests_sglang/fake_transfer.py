@@ -1,4 +1,4 @@
-"""SGLang's transfer interface with scripted peers: each room finishes, fails, hangs or waits as it is told."""
+"""SGLang's transfer interface with scripted peers: a room finishes, fails, hangs or waits as told."""
 
 from __future__ import annotations
 

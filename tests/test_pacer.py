@@ -1,0 +1,130 @@
+"""The pacer's predictions, and the fine timer under it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+
+import pytest
+import uvloop
+
+from aioprefill.pacer import CENSORED, EARLY, Pacer
+from aioprefill.timerfd import FineTimer
+
+
+def detect(pacer: Pacer, tokens: int, seconds: float) -> tuple[float, int]:
+    """How late a forward of `seconds` is found, and by how many looks; the pacer learns."""
+    age, looks = pacer.begin(tokens), 1
+    while age < seconds:
+        age += pacer.next_look(tokens, age)
+        looks += 1
+    pacer.observe(tokens, age, looks)
+    return age - seconds, looks
+
+
+def test_first_forward_is_found_within_two_percent() -> None:
+    """Nothing known: looks spread with the age, so their number grows with its logarithm only."""
+    late, looks = detect(Pacer(), 100, 0.5)
+    assert late <= 0.01
+    assert looks < 400
+
+
+@pytest.mark.parametrize("forward_s", [0.02, 0.1, 0.5])
+def test_learned_forwards_are_found_finely_and_cheaply(forward_s: float) -> None:
+    """Durations that vary by a tenth: late by well under a millisecond, for few looks per forward."""
+    pacer, chance = Pacer(), random.Random(4)
+    found = [detect(pacer, 100, forward_s * chance.uniform(0.9, 1.1)) for _ in range(60)][10:]
+    lateness = sorted(late for late, _ in found)
+    looks = [count for _, count in found]
+    assert lateness[len(lateness) // 2] <= 0.0005
+    assert lateness[-1] <= 0.001
+    assert sum(looks) / len(looks) <= 200
+    assert max(looks) <= 300
+
+
+def test_late_detection_does_not_confirm_itself() -> None:
+    """Forwards become ten times faster: first looks that come too late shrink the estimate."""
+    pacer = Pacer()
+    for _ in range(20):
+        detect(pacer, 100, 0.5)
+    late = [detect(pacer, 100, 0.05)[0] for _ in range(30)]
+    assert late[0] > 0.1
+    assert late[-1] <= 0.001
+
+
+def test_ready_at_the_first_look_is_a_censored_sample() -> None:
+    """What the first look finds done ended before it: less is remembered."""
+    pacer = Pacer()
+    pacer.observe(100, 1.0, 1)
+    assert pacer.begin(100) == pytest.approx(EARLY * CENSORED)
+
+
+def test_looking_begins_below_the_smallest_recent_duration() -> None:
+    """One short forward among long ones decides the begin."""
+    pacer = Pacer()
+    for seconds in (0.5, 0.2, 0.6):
+        pacer.observe(100, seconds, 5)
+    assert pacer.begin(100) == pytest.approx(EARLY * 0.2)
+
+
+def test_sizes_are_learned_apart() -> None:
+    """A size that was never seen takes the next smaller one's durations, never a larger one's."""
+    pacer = Pacer()
+    pacer.observe(4096, 1.0, 5)
+    assert pacer.begin(16) == 0.0
+    pacer.observe(16, 0.01, 5)
+    assert pacer.begin(16) == pytest.approx(EARLY * 0.01)
+    assert pacer.begin(1000) == pytest.approx(EARLY * 0.01)
+    assert pacer.begin(8000) == pytest.approx(EARLY * 1.0)
+
+
+def test_overdue_forwards_are_looked_for_ever_more_rarely() -> None:
+    """A forward that hangs costs next to nothing."""
+    pacer = Pacer()
+    pacer.observe(100, 0.1, 5)
+    intervals = [pacer.next_look(100, age) for age in (0.2, 1.0, 60.0)]
+    assert intervals == sorted(intervals)
+    assert intervals[-1] == 0.02
+
+
+@pytest.mark.parametrize("factory", [asyncio.SelectorEventLoop, uvloop.new_event_loop])
+def test_timer_sleeps_less_than_a_millisecond(factory: object) -> None:
+    """Fine on both loops: ten sleeps of 200 us take 2 to 10 ms, not 10 whole milliseconds or none."""
+
+    async def main() -> float:
+        timer = FineTimer()
+        if not timer.fine:
+            pytest.skip("no timerfd here")
+        started = time.monotonic()
+        for _ in range(10):
+            await timer.sleep(0.0002)
+        elapsed = time.monotonic() - started
+        timer.close()
+        return elapsed
+
+    with asyncio.Runner(loop_factory=factory) as runner:  # type: ignore[arg-type]
+        best = min(runner.run(main()) for _ in range(5))
+    assert 0.002 <= best < 0.01
+
+
+@pytest.mark.asyncio
+async def test_cancelled_sleep_leaves_a_timer_that_works() -> None:
+    """A cancelled sleep is disarmed: the next one is not cut short, and its descriptor is given back."""
+    timer = FineTimer()
+    sleeping = asyncio.create_task(timer.sleep(0.05))
+    await asyncio.sleep(0)
+    sleeping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sleeping
+    started = time.monotonic()
+    await timer.sleep(0.02)
+    assert time.monotonic() - started >= 0.02
+    await timer.sleep(0)
+    await timer.sleep_until(time.monotonic() - 1)
+    fd = timer._fd
+    timer.close()
+    timer.close()
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)
