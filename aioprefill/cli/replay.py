@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json as jsonlib
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from aioprefill.cli.settings_flags import command
+from aioprefill.errors import ConfigError
 
 if TYPE_CHECKING:
     from aioprefill.record.reader import RecordingReader
@@ -52,7 +54,7 @@ def replay(
     from aioprefill.record.text import Filter
 
     if not text and (request, from_s, to_s) != (None, None, None):
-        raise typer.BadParameter("--request, --from and --to choose lines of --text: give --text too")
+        raise ConfigError("--request, --from and --to choose lines of the text: give --text too")
     with RecordingReader(file.expanduser()) as reader:
         if text:
             return _print_text(reader, Filter(request, from_s, to_s), json)
@@ -83,8 +85,12 @@ def _print_text(reader: RecordingReader, wanted: Filter, json: bool) -> int:
         schedule = [line.table() for line in lines]
         print(jsonlib.dumps({**_facts(reader), "schedule": schedule}))
         return SAME
-    if reader.header.amid_work:
-        print("# begins amid work: forwards launched before are not known")
+    header = reader.header
+    began = datetime.fromtimestamp(header.origin_unix_s, UTC).isoformat(" ", "milliseconds")
+    what = f"{header.spec.name}, {header.num_pages} pages, tp {header.tp}"
+    print(f"# began {began}; aioprefill {header.software}, {what}")
+    if header.amid_work:
+        print("# this part begins amid work: forwards launched before are not known")
     for line in lines:
         print(line)
     print(f"# {reader.end}, {reader.calls} calls")

@@ -250,7 +250,6 @@ class NativeHost:
         assert not self.ledger.requests and not self.forwards.pending, f"restarted at work: {self!r}"
         self.memory.restart()
         self.admission.restart()
-        self.timers.restart()
         self.frontend.tokens_per_s = 0.0
 
     # The rest of the port

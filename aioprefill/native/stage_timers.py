@@ -63,11 +63,6 @@ class StageTimers:
         """A request is over."""
         self._present.pop(request.arrival, None)
 
-    def restart(self) -> None:
-        """As after a start. No request may be live."""
-        assert not self._present, f"{len(self._present)} requests have a stage"
-        self._heap.clear()
-
     def next(self) -> float | None:
         """When the next stage ends; None: no request has a limit."""
         while self._heap and not self._is_present(self._heap[0]):

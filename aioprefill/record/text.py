@@ -60,6 +60,8 @@ class Schedule:
         self._forwards: dict[int, list[BatchPiece]] = {}
         """In flight, oldest first."""
         self._sampled: dict[int, OutputsFact] = {}
+        self._held = 0
+        self._paused = False
 
     def lines(self, calls: Iterable[tuple[CallToken, bytes]], wanted: Filter | None = None) -> Iterator[Line]:
         """The lines that `wanted` takes. Raises `RecordingError` for calls that make no sense."""
@@ -125,10 +127,12 @@ class Schedule:
         parts = []
         if fields.get("requests"):
             parts.append(Part(f"dispatched {fields['requests']}"))
-        if fields.get("held"):
-            parts.append(Part(f"held {fields['held']}"))
-        if fields.get("paused"):
-            parts.append(Part("paused"))
+        if fields.get("held", 0) != self._held:
+            self._held = fields["held"]
+            parts.append(Part(f"held {self._held}"))
+        if fields.get("paused", False) != self._paused:
+            self._paused = fields["paused"]
+            parts.append(Part("paused" if self._paused else "goes on"))
         for _ in range(fields.get("consumed", 0)):
             parts += self._result(next(iter(self._forwards), -1))
         return parts
@@ -142,8 +146,8 @@ class Schedule:
         parts = [Part(f"result of forward {number}", _names(pieces))]
         for piece in pieces:
             token = tokens.popleft() if tokens else None
-            first = f"first token {token.token_id}" if token is not None else f"computed to {piece.end}"
-            parts.append(Part(f"{piece.request_id} {first}", (piece.request_id,)))
+            came_to = f"sampled {token.token_id}" if token is not None else f"computed to {piece.end}"
+            parts.append(Part(f"{piece.request_id} {came_to}", (piece.request_id,)))
         return parts
 
     def _take(self, number: int) -> list[BatchPiece]:
