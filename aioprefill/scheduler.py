@@ -70,6 +70,8 @@ class PrefillScheduler(Operations):
         self._stop = asyncio.Event()
         self.stop_wanted = asyncio.Event()
         """Another rank was told to stop, and so should this one be: whoever runs the scheduler drains it."""
+        self._begun = asyncio.Event()
+        """Host calls may be made: every rank is connected. Set at the end of a loop that never began, too."""
         self._over = asyncio.Event()
         self._ending = False
         """The loop is over, and its host is being closed: nothing can be asked of it any more."""
@@ -120,7 +122,18 @@ class PrefillScheduler(Operations):
             self._ranks.start(self._on_report, self._on_lost)
         signals.input.set()
         self._runner = asyncio.create_task(self._run(self._core), name="aioprefill.scheduler")
+        if self._ranks is not None:
+            await self._wait_begun(self._runner)
         return self
+
+    async def _wait_begun(self, runner: asyncio.Task[None]) -> None:
+        """Cancelling it stops the loop, for nobody will leave the block."""
+        try:
+            await self._begun.wait()
+        except asyncio.CancelledError:
+            runner.cancel()
+            await asyncio.wait([runner])
+            raise
 
     @property
     def _agreement(self) -> Agreement:
@@ -177,16 +190,20 @@ class PrefillScheduler(Operations):
             shape = self._host.unsupported_shape
             if shape is not None:
                 logger.warning("%s is not supported: the host's own loop runs, not aioprefill's", shape)
+                self._begun.set()
                 await self._host.run_own_loop()
                 return
             async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(_named(task, core), name=f"aioprefill.{task.__name__}")
-                    for task in TASKS
-                ]
+                tasks: list[asyncio.Task[Any]] = []
                 if self._ranks is not None:
                     assert self._lost is not None
                     tasks.append(group.create_task(_raise_from(self._lost), name="aioprefill.rank_task"))
+                    await self._ranks.wait_connected()
+                self._begun.set()
+                tasks += [
+                    group.create_task(_named(task, core), name=f"aioprefill.{task.__name__}")
+                    for task in TASKS
+                ]
                 await self._stop.wait()
                 for task in tasks:
                     task.cancel()
@@ -209,6 +226,7 @@ class PrefillScheduler(Operations):
                 if self._recording is not None:
                     self._recording.close()
                 self._over.set()
+                self._begun.set()
                 core.signals.progress.set()
 
     def _tell_followers_to_stop(self, core: LoopCore) -> None:

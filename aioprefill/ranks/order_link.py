@@ -3,9 +3,9 @@
 One connection per follower, so that each has its own backlog. What is sent leaves within `send`. Both
 directions number their messages; a gap means that one was lost, and with it the order.
 
-Followers say how much they have taken, after each `ACK_MESSAGES` or `ACK_BYTES`, with each report, and when
-asked. What was sent and is not taken is the backlog: it is bounded, because a follower that does not take
-tokens holds memory here and falls behind for good.
+Followers say how much they have taken, as soon as they are connected, after each `ACK_MESSAGES` or
+`ACK_BYTES`, with each report, and when asked. What was sent and is not taken is the backlog: it is bounded,
+because a follower that does not take tokens holds memory here and falls behind for good.
 
 Frames to a follower: [number], which asks to say what is taken, or [number, token]. Back: [number, messages
 taken, bytes taken] packed in one, and the report if there is one. Numbers count tokens, or reports.
@@ -42,7 +42,7 @@ OnLost = Callable[[RankError], None]
 class _Follower:
     """Rank 0's side of one link."""
 
-    __slots__ = ("bytes_sent", "bytes_taken", "lost", "pump", "rank", "reports", "sent", "taken")
+    __slots__ = ("bytes_sent", "bytes_taken", "heard", "lost", "pump", "rank", "reports", "sent", "taken")
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -50,7 +50,7 @@ class _Follower:
         self.sent = self.bytes_sent = 0
         self.taken = self.bytes_taken = 0
         self.reports = 0
-        self.lost = False
+        self.heard = self.lost = False
 
     def __repr__(self) -> str:
         return f"<rank {self.rank} sent={self.sent} taken={self.taken}{' lost' if self.lost else ''}>"
@@ -109,6 +109,16 @@ class LeaderLinks:
         """Messages that the slowest follower has not taken."""
         return max((follower.sent - follower.taken for follower in self._followers), default=0)
 
+    async def wait_connected(self) -> None:
+        """Return when every follower that is not lost was heard.
+
+        Until then a connection needs turns of this loop, and what is sent waits for it. Cancelling it does
+        nothing else.
+        """
+        while not all(follower.heard or follower.lost for follower in self._followers):
+            self._taken.clear()
+            await self._taken.wait()
+
     def send(self, token: bytes) -> None:
         """To every follower, in order; never blocks. A follower whose backlog is full is lost.
 
@@ -142,6 +152,7 @@ class LeaderLinks:
         if number != follower.reports:
             self._lose(follower, f"lost reports: number {number} came, {follower.reports} was due")
             return
+        follower.heard = True
         self._taken.set()
         if len(frames) == 2:
             follower.reports += 1
@@ -201,6 +212,7 @@ class FollowerLink:
         self._pump = ZmqPump(socket, self._on_message, name="call order from rank 0", eager=True)
         socket.connect(endpoint)
         self._pump.start()
+        self._say()
 
     def __repr__(self) -> str:
         return f"<FollowerLink taken={self._taken} reports={self._reports} {self._pump!r}>"

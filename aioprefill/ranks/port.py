@@ -38,6 +38,12 @@ class RankLink(Protocol):
         `on_lost(error)` is called at most once, with the first rank that is lost.
         """
 
+    async def wait_connected(self) -> None:
+        """Leader, after `start`: return when whatever is sent reaches every follower by itself.
+
+        Before that it may need turns of this loop; a host call that makes collectives leaves it none.
+        """
+
     def send(self, data: bytes) -> None:
         """Leader: to every follower. Follower: to the leader. Never blocks; a full link is a lost rank."""
 

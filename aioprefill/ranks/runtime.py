@@ -84,6 +84,11 @@ class GroupLink:
         )
         self._watch.start()
 
+    async def wait_connected(self) -> None:
+        """See `RankLink.wait_connected`."""
+        if isinstance(self._links, LeaderLinks):
+            await self._links.wait_connected()
+
     def _lose(self, error: RankError) -> None:
         assert self._lost is not None
         if not self._lost.done():

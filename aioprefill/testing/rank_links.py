@@ -142,6 +142,9 @@ class MemoryLink:
         for rank, data in waiting:
             on_message(rank, data)
 
+    async def wait_connected(self) -> None:
+        """See `RankLink.wait_connected`."""
+
     def send(self, data: bytes) -> None:
         """See `RankLink.send`."""
         others = range(1, self.size) if self.rank == 0 else (0,)
