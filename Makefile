@@ -34,13 +34,17 @@ test: install
 	$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),--cov)
 
 # SGLang lives in an environment of its own, 2.7 GB: its pins differ, and its dependencies want a GPU.
-install-sglang: $(SGLANG_STAMP)
+install-sglang: $(SGLANG_STAMP).plugin
 
 $(SGLANG_STAMP): tests_sglang/requirements.txt
 	@echo "installing SGLang into $(SGLANG_VENV) ..." >&2
 	@test -x $(SGLANG_BIN)/python || $(PYTHON) -m venv $(SGLANG_VENV)
 	@$(SGLANG_BIN)/pip install -q -r tests_sglang/requirements.txt >&2
 	@$(SGLANG_BIN)/pip install -q --no-deps sglang==0.5.23 mooncake-transfer-engine-non-cuda >&2
+	@touch $@
+
+# The entry point is found by the metadata of an installation, so this follows pyproject.toml.
+$(SGLANG_STAMP).plugin: $(SGLANG_STAMP) pyproject.toml
 	@$(SGLANG_BIN)/pip install -q --no-deps -e . >&2
 	@touch $@
 

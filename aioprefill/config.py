@@ -322,6 +322,27 @@ class DemoConfig(Checked):
     native: NativeConfig = field(default_factory=NativeConfig)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SglangConfig(Checked):
+    """The loop inside SGLang: read from the environment of SGLang's own processes."""
+
+    panel: ClassVar[str] = "SGLang"
+    pause_barrier: bool = option(
+        False, Switch(), "Inside SGLang: a pause, and what comes behind it, waits until no forward runs."
+    )
+    shutdown_timeout_s: float = option(
+        3.0,
+        Seconds(0, 3600),
+        "Inside SGLang: seconds that a shutdown waits for transfers of what was launched.",
+    )
+    input_poll_s: float = option(
+        0.005,
+        Seconds(0.001, 10),
+        "Inside SGLang: interval of intake where the receiver has no sockets to watch.",
+    )
+    loop: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+
 COMMANDS: dict[str, type[Checked]] = {
     "serve": ServeConfig,
     "decode": DecodeConfig,
@@ -329,5 +350,6 @@ COMMANDS: dict[str, type[Checked]] = {
     "ctl": CtlConfig,
     "demo": DemoConfig,
     "model": ModelConfig,
+    "sglang": SglangConfig,
 }
 """The config class of each command; also the names of the tables of a config file."""

@@ -89,6 +89,12 @@ class HostError(AioprefillError):
     code = "host"
 
 
+class HostLeft(AioprefillError):
+    """The host has left the loop by itself and without a fault; `__cause__` is what it left by."""
+
+    code = "left"
+
+
 class RankError(HostError):
     """A tensor-parallel rank died, hangs, fell silent, decided differently or never came: none can go on.
 

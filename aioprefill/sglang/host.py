@@ -1,0 +1,362 @@
+"""SGLang's scheduler as a host: every host call is one of its own methods.
+
+Rule: nothing of SGLang's loop is copied here. What is kept beside the scheduler is which forwards are in
+flight, for its `last_batch` must be the oldest one whose result is not processed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from aioprefill.errors import AioprefillError, DeviceError, HostLeft
+from aioprefill.host import Hold, Ingested, Progress, Wake
+from aioprefill.sglang.completion import Pacing, SglangCompletion
+from aioprefill.sglang.grammars import GrammarGate
+from aioprefill.sglang.input_order import InputOrder
+from aioprefill.sglang.peers import PeerWatch
+from aioprefill.sglang.sockets import InputSockets, sockets_of
+from aioprefill.sglang.upkeep import Upkeep
+
+logger = logging.getLogger(__name__)
+
+INTAKE_TICK_S = 0.1
+"""SGLang hangs timeouts, deferred flushes and session reaping on intake."""
+TRANSFER_FALLBACK_S = 0.05
+"""Longest time between two calls of `progress_transfers` while one is needed."""
+_LOOK_AT_GRAMMARS = b"g"
+
+
+@dataclass(slots=True)
+class SglangForward:
+    """A launched batch: SGLang's `batch` and `result`, and when both are done."""
+
+    number: int
+    batch: Any
+    result: Any
+    completion: SglangCompletion
+
+
+class SglangHost:
+    """Implements `ReplicatedHost` over a scheduler that serves as prefill. Made on its loop, closed once.
+
+    `input_poll_s` is the interval of intake where the receiver has no sockets to watch. A fact is a single
+    decision of the leader: that the call to come looks at grammars. Inputs are no facts, for SGLang
+    broadcasts them inside `ingest`.
+    """
+
+    unsupported_shape: str | None = None
+
+    def __init__(
+        self,
+        scheduler: Any,
+        pacing: Pacing,
+        *,
+        clock: Callable[[], float],
+        pause_barrier: bool = False,
+        stall_limit_s: float = 120.0,
+        input_poll_s: float = 0.005,
+    ) -> None:
+        self._scheduler = scheduler
+        self._pacing = pacing
+        self._clock = clock
+        self._input = InputOrder(scheduler, barrier=pause_barrier)
+        self._upkeep = Upkeep(scheduler, stall_limit_s=stall_limit_s)
+        self._input_poll_s = input_poll_s
+        self._forwards: deque[SglangForward] = deque()
+        self._barrier_pending = False
+        self._draining = False
+        self._follows = False
+        self._given = b""
+        self._sockets: InputSockets | None = None
+        self._grammars: GrammarGate | None = None
+        self._peers: PeerWatch | None = None
+        self._wake: Wake | None = None
+        self._progressed_at = 0.0
+        self.on_exiting: Callable[[], None] = lambda: None
+        """Called when SGLang has been told to shut down."""
+
+    # Life
+
+    async def run_own_loop(self) -> None:
+        """Never asked: who makes the host has looked at the shape."""
+        raise AssertionError("an SGLang host is made for shapes that are served")
+
+    def bind(self, wake: Wake) -> None:
+        """See `PrefillHost.bind`. Takes the place of what SGLang waits by, until `aclose`."""
+        scheduler = self._scheduler
+        self._wake = wake
+        scheduler.enable_continuous_input_polling = True
+        scheduler.result_queue = deque()
+        self._upkeep.begin()
+        self._grammars = GrammarGate(scheduler.grammar_manager, wake.admission)
+        if not self._follows:
+            self._sockets = InputSockets(sockets_of(scheduler.request_receiver), wake.input)
+            self._peers = PeerWatch(scheduler, moved=wake.transfers, admission=wake.admission)
+
+    async def aclose(self, error: AioprefillError) -> None:
+        """Give SGLang back what was its own. Its requests get no answer here: their end is SGLang's."""
+        for part in (self._sockets, self._grammars, self._peers):
+            if part is not None:
+                part.close()
+        self._upkeep.end()
+        self._pacing.timer.close()
+
+    @property
+    def intake_tick_s(self) -> float | None:
+        """See `PrefillHost.intake_tick_s`; no wakes come from a receiver without sockets."""
+        watched = self._sockets is not None and len(self._sockets) > 0
+        return INTAKE_TICK_S if watched else self._input_poll_s
+
+    # Host calls
+
+    def ingest(self, now: float, *, hold: Hold) -> Ingested:
+        """See `PrefillHost.ingest`. Raises `HostLeft` when SGLang changes its role."""
+        scheduler = self._scheduler
+        self._apply_pending_barrier()
+        results, was_paused = len(scheduler.result_queue), scheduler._engine_paused
+        try:
+            taken = self._input.take(hold)
+        except Exception as error:
+            if type(error).__name__ == "PdRoleSwitchRestart":
+                raise HostLeft("SGLang changes its role") from error
+            raise
+        consumed = results - len(scheduler.result_queue)
+        for _ in range(consumed):
+            self._forwards.popleft()
+        self._after_input(now, new=taken.requests > 0, resumed=was_paused and not scheduler._engine_paused)
+        return Ingested(
+            requests=taken.requests,
+            admission_changed=taken.others > 0 or consumed > 0,
+            held=self._input.held,
+            held_retract=self._input.held_retract,
+            consumed=consumed,
+            paused=bool(scheduler._engine_paused),
+            exiting=bool(scheduler.gracefully_exit),
+        )
+
+    def _after_input(self, now: float, *, new: bool, resumed: bool) -> None:
+        """What may follow from input, and what SGLang would do between two passes of its loop."""
+        scheduler = self._scheduler
+        assert self._grammars is not None and self._wake is not None
+        if scheduler._engine_paused:
+            scheduler._record_scheduler_state_for_paused_engine()
+            scheduler.cur_batch_for_debug = None  # a stale one arms the watchdog
+        self._grammars.watch(now)
+        if self._sockets is not None:
+            self._sockets.look()
+        if self._peers is not None:
+            self._peers.begin()
+        if resumed or (new and scheduler.disagg_prefill_bootstrap_queue.queue):
+            self._wake.transfers()  # the peer may be ready already
+        self._upkeep.tick(now, in_flight=len(self._forwards), busy_since=self._busy_since)
+        if scheduler.gracefully_exit:
+            self.on_exiting()
+
+    def collect_bootstrapped(self, now: float) -> int:
+        """See `PrefillHost.collect_bootstrapped`."""
+        scheduler = self._scheduler
+        if scheduler._engine_paused or scheduler.gracefully_exit:
+            return 0
+        ready = scheduler.disagg_prefill_bootstrap_queue.pop_bootstrapped()
+        scheduler.waiting_queue.extend(ready)
+        return len(ready)
+
+    def prepare(self, now: float, *, last: int | None, admit: bool, scheduling_step: bool) -> Any:
+        """See `PrefillHost.prepare`."""
+        scheduler, grammars = self._scheduler, self._grammars
+        assert grammars is not None
+        self._apply_pending_barrier()
+        self._name_last_batch(last)
+        if not admit:
+            self._keep_chunk_books()
+            return None
+        grammars.open(look=self._given == _LOOK_AT_GRAMMARS if self._follows else grammars.due)
+        try:
+            plan = scheduler.get_next_disagg_prefill_batch_to_run(
+                running_batch=scheduler.running_batch,
+                last_batch=scheduler.last_batch,
+                should_retry_storage_prefetch=scheduling_step,
+            )
+        finally:
+            grammars.shut(now)
+        scheduler.running_batch = plan.running_batch
+        batch = scheduler.ngram_embedding_manager.prepare_for_forward(
+            plan.batch_to_run, chunked_req=scheduler.chunked_req
+        )
+        scheduler.cur_batch_for_debug = batch
+        if self._peers is not None:
+            self._peers.begin()
+        return batch
+
+    def _name_last_batch(self, last: int | None) -> None:
+        oldest = self._forwards[0] if self._forwards else None
+        assert last == (None if oldest is None else oldest.number), f"{last} is not the oldest forward"
+        self._scheduler.last_batch = None if oldest is None else oldest.batch
+
+    def _keep_chunk_books(self) -> None:
+        """The chunk step of the last batch alone: nothing may be admitted, but its result will send KV."""
+        scheduler = self._scheduler
+        last = scheduler.last_batch
+        if last is None:
+            scheduler.cur_batch_for_debug = None
+        elif not last.prefill_chunk_processed:
+            scheduler.process_prefill_chunk(last_batch=last, running_batch=scheduler.running_batch)
+            last.prefill_chunk_processed = True
+
+    def launch(self, now: float, batch: Any, number: int) -> SglangForward:
+        """See `PrefillHost.launch`."""
+        scheduler = self._scheduler
+        if scheduler.enable_staging:
+            scheduler.maybe_prefetch_staging_for_batch(batch)
+        result = scheduler.run_batch(batch)
+        if scheduler._war_barrier_is_coarse():
+            self._barrier_pending = True
+        else:
+            scheduler._apply_war_barrier()
+        scheduler.result_queue.append((batch.copy(), result))
+        completion = SglangCompletion(result, batch.extend_num_tokens or 1, self._clock(), self._pacing)
+        forward = SglangForward(number, batch, result, completion)
+        self._forwards.append(forward)
+        if len(self._forwards) == 1:
+            scheduler.last_batch = batch
+            scheduler.launch_batch_sample_if_needed(result, batch)
+        return forward
+
+    def process_result(self, now: float, forward: SglangForward) -> None:
+        """See `PrefillHost.process_result`; then retires transfers, at the point where SGLang does."""
+        scheduler = self._scheduler
+        assert forward is self._forwards.popleft(), f"result {forward.number} is out of order"
+        batch, result = scheduler.result_queue.popleft()
+        scheduler.process_batch_result(batch, result)
+        scheduler.process_disagg_prefill_inflight_queue()
+        self._apply_pending_barrier()
+        following = self._forwards[0] if self._forwards else None
+        scheduler._sched_idled = following is None
+        scheduler.last_batch = None if following is None else following.batch
+        if following is not None:
+            scheduler.launch_batch_sample_if_needed(following.result, following.batch)
+        if self._peers is not None:
+            self._peers.begin()
+        if self._sockets is not None:
+            self._sockets.look()
+
+    def fail_result(self, now: float, forward: SglangForward, error: DeviceError) -> None:
+        """SGLang has no way on after a forward that failed: as in its own loop, its process ends."""
+        raise error
+
+    def progress_transfers(self, now: float) -> Progress:
+        """See `PrefillHost.progress_transfers`. Handshakes are moved by `collect_bootstrapped`."""
+        scheduler = self._scheduler
+        before = len(scheduler.disagg_prefill_inflight_queue)
+        done = scheduler.process_disagg_prefill_inflight_queue()
+        failed = sum(_aborted(request) for request in done)
+        left = len(scheduler.disagg_prefill_inflight_queue)
+        self._progressed_at = now
+        self._upkeep.tick(now, in_flight=len(self._forwards), busy_since=self._busy_since)
+        blocked = scheduler._engine_paused or scheduler.gracefully_exit
+        return Progress(
+            bootstrapped=0 if blocked else len(scheduler.disagg_prefill_bootstrap_queue.queue),
+            retired=len(done) - failed,
+            failed=failed,
+            freed=left < before,  # released for good, or requeued
+        )
+
+    def on_idle(self, now: float) -> None:
+        """See `PrefillHost.on_idle`."""
+        self._scheduler.cur_batch_for_debug = None
+        self._upkeep.idle(now)
+
+    def next_timer(self) -> float | None:
+        """See `PrefillHost.next_timer`."""
+        needed = self._peers is not None and self._peers.needed
+        return self._progressed_at + TRANSFER_FALLBACK_S if needed else None
+
+    @property
+    def _busy_since(self) -> float | None:
+        """When the device began with the oldest forward that has not been seen done."""
+        pending = [f for f in self._forwards if not f.completion.ended]
+        return max(pending[0].completion.launched_at, self._pacing.free_at) if pending else None
+
+    def _apply_pending_barrier(self) -> None:
+        """A coarse barrier makes later work of the schedule stream wait for the whole forward.
+
+        So it is put off until something is about to write what the forward reads.
+        """
+        if self._barrier_pending:
+            self._barrier_pending = False
+            self._scheduler._apply_war_barrier()
+
+    # Ends
+
+    def begin_drain(self, now: float) -> None:
+        """See `PrefillHost.begin_drain`. What was not launched is left to SGLang, which ends its process."""
+        self._draining = True
+
+    def end_drain(self, now: float) -> None:
+        """See `PrefillHost.end_drain`."""
+
+    def open_requests(self) -> Sequence[str]:
+        """See `PrefillHost.open_requests`. In a drain only those that will still end: no half prompts."""
+        scheduler = self._scheduler
+        chunked = scheduler.chunked_req
+        launched = [r for f in self._forwards for r in f.batch.reqs if not (self._draining and r is chunked)]
+        requests = [*launched, *scheduler.disagg_prefill_inflight_queue]
+        if not self._draining:
+            waiting = scheduler.disagg_prefill_bootstrap_queue.queue
+            half = [] if chunked is None else [chunked]
+            requests += [*half, *scheduler.waiting_queue, *waiting, *scheduler.grammar_manager.grammar_queue]
+        return list(dict.fromkeys(request.rid for request in requests))
+
+    def stats(self) -> Mapping[str, int | float | str]:
+        """See `PrefillHost.stats`."""
+        scheduler = self._scheduler
+        return {
+            "waiting": len(scheduler.waiting_queue),
+            "bootstrapping": len(scheduler.disagg_prefill_bootstrap_queue.queue),
+            "transferring": len(scheduler.disagg_prefill_inflight_queue),
+            "completion_looks": self._pacing.looks,
+            "peer_looks": 0 if self._peers is None else self._peers.looks,
+        }
+
+    # Ranks
+
+    def take_facts(self) -> bytes:
+        """See `ReplicatedHost.take_facts`."""
+        return _LOOK_AT_GRAMMARS if self._grammars is not None and self._grammars.due else b""
+
+    def give_facts(self, facts: bytes) -> None:
+        """See `ReplicatedHost.give_facts`."""
+        self._given = facts
+
+    def describe(self, batch: Any) -> bytes:
+        """See `ReplicatedHost.describe`: request ids, token ranges and rows. Pages are on the device."""
+        pieces = [(r.rid, r.prefix_len, r.extend_end, int(r.kv.req_pool_idx)) for r in batch.reqs]
+        return msgspec.msgpack.encode(pieces)
+
+    def follow(self, report: Callable[[bytes], None]) -> None:
+        """See `ReplicatedHost.follow`. Nothing is reported: SGLang's own reductions join the ranks."""
+        self._follows = True
+
+    def lead(self, size: int, *, recorded: bool) -> None:
+        """See `ReplicatedHost.lead`."""
+
+    def take_report(self, rank: int, report: bytes) -> None:
+        """See `ReplicatedHost.take_report`: there are none."""
+
+    def at_rest(self) -> bool:
+        """See `ReplicatedHost.at_rest`: what SGLang decides by cannot be forgotten."""
+        return False
+
+    def restart(self, now: float) -> None:
+        """See `ReplicatedHost.restart`."""
+        raise AssertionError("an SGLang host is never at rest")
+
+
+def _aborted(request: Any) -> bool:
+    return type(request.finished_reason).__name__ == "FINISH_ABORT"
