@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, NoReturn, cast
 
 from aioprefill.config import SchedulerConfig
-from aioprefill.errors import AioprefillError, HostError, RankError, RequestAborted
+from aioprefill.errors import AioprefillError, HostError, HostLeft, RankError, RequestAborted
 from aioprefill.follower import STOP, STOP_WANTED, first_cause
 from aioprefill.health import Facts, verdict
 from aioprefill.host import DrainReport, PrefillHost, ReplicatedHost, Wake
@@ -209,6 +209,9 @@ class PrefillScheduler(Operations):
                     task.cancel()
         except BaseExceptionGroup as group_error:
             cause = first_cause(group_error)
+            if isinstance(cause, HostLeft):
+                logger.info("the loop ends: %s", cause)
+                raise cause from cause.__cause__
             self._failure = str(cause) or type(cause).__name__
             if self._ranks is not None:
                 self._ranks.failed(self._failure)
