@@ -66,7 +66,7 @@ class Progress:
     """What one `progress_transfers` did."""
 
     bootstrapped: int = 0
-    """Requests that wait for `collect_bootstrapped`."""
+    """Requests that wait, or may wait, for `collect_bootstrapped`."""
     retired: int = 0
     """Hand-offs that ended well."""
     failed: int = 0

@@ -39,10 +39,11 @@ class LoopCore:
         if self.pipeline.may_process:
             self.signals.results.set()
 
-    def collect_bootstrapped(self) -> None:
-        """Make requests whose handshake ended admissible, unless input is held."""
-        if not self.pipeline.held:
-            self.pipeline.collected(self.calls.collect_bootstrapped())
+    def collect_bootstrapped(self) -> bool:
+        """Make requests whose handshake ended admissible, unless input is held; True if there were any."""
+        collected = 0 if self.pipeline.held else self.calls.collect_bootstrapped()
+        self.pipeline.collected(collected)
+        return collected > 0
 
     def run_preparation(self, *, scheduling_step: bool) -> None:
         """Prepare and launch until no slot is free or nothing is found.

@@ -16,8 +16,7 @@ async def transfer_task(core: LoopCore) -> NoReturn:
         progress = core.calls.progress_transfers()
         changed = core.pipeline.transfers_progressed(progress)
         if progress.bootstrapped:
-            core.collect_bootstrapped()
-            changed = True
+            changed = core.collect_bootstrapped() or changed
         if changed:
             core.signals.preparation.set()
         core.signals.progress.set()
