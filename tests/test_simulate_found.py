@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from aioprefill.control import AbortMatching
 from aioprefill.errors import AioprefillError
 from aioprefill.follower import Follower
 from aioprefill.native.host import NativeHost
+from aioprefill.native.memory import KVMemory
+from aioprefill.native.request_state import Request
 from aioprefill.request import PrefillRequest
+from aioprefill.sampling_params import SamplingParams
 from aioprefill.scheduler import PrefillScheduler
 from aioprefill.testing.clock import settle, virtual_time
 from aioprefill.testing.engine import FakeEngine
@@ -30,6 +34,54 @@ async def test_R4_an_abort_of_many_names_nobody_who_comes_behind_it() -> None:
         assert await answer == {"aborted": 0}
         assert (await handle).prompt_tokens == 19
     await following
+
+
+def prefilling(memory: KVMemory, name: str, length: int) -> Request:
+    """A prompt of one family, with its pages."""
+    made = Request(
+        request_id=name,
+        tokens=np.arange(length, dtype=np.uint32),
+        sampling=SamplingParams(),
+        peer=None,
+        max_new_tokens=1,
+        ignore_eos=False,
+        handle=None,
+        arrival=0,
+    )
+    assert memory.admit(made)
+    return made
+
+
+def test_R4_a_flush_leaves_no_held_page_below_an_idle_one() -> None:
+    """Two prompts compute one page; a third one holds that of the first, and the next page of the second."""
+    memory = KVMemory(16, 16, prefix_cache=True)
+    first, second = prefilling(memory, "first", 16), prefilling(memory, "second", 48)
+    first.computed = 16
+    memory.keep_prefix(first)
+    second.computed = 32
+    memory.keep_prefix(second)
+    third = prefilling(memory, "third", 40)
+    assert third.pages[:2].tolist() == [first.pages[0], second.pages[1]]
+    memory.release(first)
+    live = [second, third]
+    memory.flush(live)
+    second.computed = 48
+    memory.keep_prefix(second)  # in a tree of its own page the third one's would lie below
+    memory.release(second)
+    memory.check()
+    assert not any(request.cacheable for request in live)
+
+
+def test_R4_a_prompt_without_a_part_in_the_cache_is_cached_after_a_flush() -> None:
+    """Nobody else holds its pages."""
+    memory = KVMemory(16, 16, prefix_cache=True)
+    alone = prefilling(memory, "alone", 40)
+    memory.flush([alone])
+    alone.computed = 40
+    memory.keep_prefix(alone)
+    memory.release(alone)
+    memory.check()
+    assert memory.pool.idle == 2
 
 
 class SlowToStage(FakeEngine):

@@ -224,7 +224,7 @@ class Intake:
                 self._begin_swap(command.staged, owed)
                 return None, 0
             case FlushCache():
-                return {"pages_freed": self._memory.flush()}, 0
+                return {"pages_freed": self._memory.flush(self._ledger.requests.values())}, 0
             case AbortMatching():
                 self._abort_matching(command)
                 return {"aborted": command.matched}, 0

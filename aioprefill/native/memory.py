@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -94,11 +94,17 @@ class KVMemory:
         self.pool.drop(pages[::-1])
         return len(matched), fresh
 
-    def flush(self) -> int:
-        """Forget every cached prefix, also those whose pages requests still hold; pages that came free."""
+    def flush(self, live: Iterable[Request] = ()) -> int:
+        """Forget every cached prefix, also those whose pages requests still hold; pages that came free.
+
+        Of the `live` requests those that had a part in the cache keep out of it from now on: another one
+        may hold some of their pages and not those that would lie above them in the new tree.
+        """
         free = self.pool.free
         if self.cache is not None:
             self.cache.forget()
+            for request in live:
+                request.cacheable = request.cacheable and request.inserted == 0
         return self.pool.free - free
 
     def restart(self) -> None:
