@@ -160,6 +160,25 @@ async def test_rank_0_speaks_on_stdout_the_others_are_marked_on_stderr() -> None
 
 
 @pytest.mark.asyncio
+async def test_output_that_a_rank_s_own_child_keeps_open_holds_up_nobody() -> None:
+    """Rank 1 ends and leaves a process behind that has its stderr."""
+    what = (
+        "if rank == 1:\n"
+        "    child = os.fork()\n"
+        "    if not child:\n"
+        "        signal.pause()\n"
+        "    tell('child', child)"
+    )
+    async with supervised(what) as it:
+        (line,) = await it.until("[rank 1] child")
+        try:
+            code, _, said = await it.end()
+        finally:
+            os.kill(int(line.split()[-1]), signal.SIGKILL)
+        assert code == 0 and "goes on" not in said
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_goes_to_rank_0_alone_which_tells_the_others(number: int) -> None:
     """Here by a file, as the order's stand-in; everybody ends with 0, so does the supervisor."""

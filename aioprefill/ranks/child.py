@@ -14,8 +14,9 @@ from aioprefill.pair import LAST_LINES
 CHUNK = 1 << 16
 LINE_LIMIT = 1 << 22
 """A longer line is passed on in pieces."""
-OUTPUT_S = 1.0
-"""How long the output of a process that has ended may take to end: its own children may hold it."""
+LOOK_S = 0.25
+QUIET_LOOKS = 4
+"""Looks without output after which a process that has ended is done: its own children may keep it open."""
 
 
 class RankChild:
@@ -40,6 +41,7 @@ class RankChild:
         self._process = process
         self._on_line = on_line
         self._on_exit = on_exit
+        self._bytes_read = 0
         self._readers = [
             asyncio.create_task(self._read(stream), name=f"aioprefill.rank-{rank}.output")
             for stream in (process.stdout, process.stderr)
@@ -76,16 +78,21 @@ class RankChild:
         return cls(rank, process, on_line, on_exit)
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
-        rest = b""
+        begun: list[bytes] = []  # of a line whose end is to come
+        size = 0
         while data := await stream.read(CHUNK):
-            *lines, rest = (rest + data).split(b"\n")
-            if len(rest) > LINE_LIMIT:
-                lines.append(rest)
-                rest = b""
+            self._bytes_read += len(data)
+            *lines, rest = data.split(b"\n")
             for line in lines:
-                self._take(line)
-        if rest:
-            self._take(rest)
+                self._take(b"".join((*begun, line)))
+                begun, size = [], 0
+            begun.append(rest)
+            size += len(rest)
+            if size > LINE_LIMIT:
+                self._take(b"".join(begun))
+                begun, size = [], 0
+        if size:
+            self._take(b"".join(begun))
 
     def _take(self, line: bytes) -> None:
         self.lines.append(line.decode(errors="replace").rstrip())
@@ -94,11 +101,14 @@ class RankChild:
     async def _end(self) -> None:
         self.code = await self._process.wait()
         self._on_exit(self)
-        if self._readers:
-            _, late = await asyncio.wait(self._readers, timeout=OUTPUT_S)
-            for reader in late:
-                reader.cancel()
-            await asyncio.gather(*self._readers, return_exceptions=True)
+        late, looks, seen = set(self._readers), 0, self._bytes_read
+        while late and looks < QUIET_LOOKS:  # several: the loop itself may be held up, by whoever reads us
+            _, late = await asyncio.wait(late, timeout=LOOK_S)
+            looks = looks + 1 if self._bytes_read == seen else 0
+            seen = self._bytes_read
+        for reader in late:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
         if self._process.stdin is not None:
             self._process.stdin.close()
 
