@@ -48,6 +48,7 @@ $(SGLANG_STAMP).plugin: $(SGLANG_STAMP) pyproject.toml
 	@$(SGLANG_BIN)/pip install -q --no-deps -e . >&2
 	@touch $@
 
+test-sglang: export OMP_NUM_THREADS = 1
 test-sglang: install-sglang
 	$(SGLANG_BIN)/python -m pytest -c tests_sglang/pytest.ini tests_sglang $(ARGS)
 

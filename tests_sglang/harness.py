@@ -7,6 +7,7 @@ timer sets after the script's delay.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import threading
@@ -32,8 +33,13 @@ def start(_: Run) -> bool:
 
 
 def results(count: int) -> Moment:
-    """Once so many results were processed: the same point of the order in every loop."""
-    return lambda run: run.results >= count
+    """Once so many results were processed, or nothing is left to do: the same point in every loop."""
+
+    def due(run: Run) -> bool:
+        return run.results >= count
+
+    due.by_count = True  # type: ignore[attr-defined]
+    return due
 
 
 def launches(count: int) -> Moment:
@@ -185,7 +191,7 @@ class ScriptedReceiver:
         if time.monotonic() - run.started > DEADLINE_S:
             raise TimeoutError(f"{run.loop} hangs: {run}; waiting for {self._wanted - run.outcomes.keys()}")
         shown: list[Any] = []
-        while self._left and self._left[0].when(run):
+        while self._left and (self._left[0].when(run) or (not shown and self._stuck())):
             message = self._left.popleft().message
             shown.append(message)
             if getattr(message, "rid", None):
@@ -196,6 +202,12 @@ class ScriptedReceiver:
             self._ended = True
             shown.append(ShutdownReq())
         return [*shown, *(local_reqs or ())]
+
+    def _stuck(self) -> bool:
+        """What was shown is done with, so the moment of the next message would never come."""
+        shown = {rid for rid in self._run.seen_at if rid in self._wanted}
+        done = shown <= self._run.outcomes.keys() and self._bench.quiet()
+        return done and getattr(self._left[0].when, "by_count", False)
 
     def _over(self) -> bool:
         if self._until is not None:
@@ -253,6 +265,8 @@ class Bench:
         }
         self._channels = scheduler.ipc_channels
         self._plain = _resources(scheduler)
+        gc.collect()
+        gc.freeze()  # SGLang collects garbage whenever its cache is flushed, which is between any two runs
 
     def quiet(self) -> bool:
         """Nothing is under way."""
