@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Play and print; the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m aioprefill.testing.simulate",
-        description="Random schedules on simulated ranks, with the rules of the loop checked at every host call.",
+        description="Random schedules on simulated ranks; the loop's rules are checked at every host call.",
     )
     parser.add_argument("--seeds", type=int, default=200, help="how many schedules")
     parser.add_argument("--first-seed", type=int, default=0)

@@ -8,6 +8,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+SPREAD = (0.0, 0.5, 1.0, 3.0)
+"""How much slower or faster than usual a message is."""
+
 
 class Draws:
     """The streams of one seed, and the temper of its world: how slow, how skewed, how faulty it is."""
@@ -33,7 +36,7 @@ class Draws:
 
     def link_s(self, sender: int, receiver: int) -> float:
         """How long a message takes, seconds: some ranks are always slower than others."""
-        return self._link_s[max(sender, receiver)] * self.links.choice((0.0, 0.5, 1.0, 3.0))
+        return self._link_s[max(sender, receiver)] * SPREAD[int(self.links.random() * len(SPREAD))]
 
     def vote_s(self, rank: int) -> float:
         """How long the end of a vote takes to reach a rank, seconds."""

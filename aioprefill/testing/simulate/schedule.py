@@ -15,7 +15,8 @@ from aioprefill.testing.simulate.scripted import ScriptedWorld
 from aioprefill.testing.simulate.story import Story
 from aioprefill.testing.simulate.world import World
 
-MOVES = 100
+MOVES, EVENTS = 60, 100
+"""A schedule has at least so many moves, and what happens in it, ends of forwards and transfers included."""
 LONGEST_S = 3600.0
 """Virtual seconds that a schedule may take."""
 
@@ -69,6 +70,6 @@ async def _play(seed: int, size: int, make: type[World], story: Story) -> None:
     story.count(f"world {make.kind} on {size}")
     try:
         async with asyncio.timeout(LONGEST_S):
-            await world.play(MOVES)
+            await world.play(MOVES, EVENTS)
     except TimeoutError:
         raise story.violate("the schedule comes to no end") from None

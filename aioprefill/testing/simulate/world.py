@@ -89,14 +89,14 @@ class World:
 
     # The schedule
 
-    async def play(self, moves: int) -> None:
-        """The whole life of a scheduler. Raises what breaks it, or `Violation`."""
+    async def play(self, moves: int, events: int) -> None:
+        """The whole life of a scheduler, with at least so many of both. Raises what breaks it."""
         pick = self.draws.moves
         self._start_followers()
         async with self.scheduler:
             self.scheduler._runner_of_calls.observers.append(self._led)  # behind the digest's
             self.started()
-            while self.story.counters["moves"] < moves or self.story.events < moves:
+            while self.story.counters["moves"] < moves or self.story.events < events:
                 await self._move()
             healed = pick.random() < 0.6
             if healed:
@@ -107,6 +107,7 @@ class World:
                 await self._drain(pick.choice((0.0, 0.1, 1.0, 20.0)))
             self._raise_what_broke()
         await self._end_followers()
+        await asyncio.sleep(1.0)  # commands that wait for one another get their answers one by one
         self.check_end(healed=healed)
 
     def started(self) -> None:
