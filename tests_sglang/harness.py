@@ -49,7 +49,12 @@ def launches(count: int) -> Moment:
 
 def seconds(value: float) -> Moment:
     """Some time after the start."""
-    return lambda run: time.monotonic() - run.started >= value
+
+    def due(run: Run) -> bool:
+        return time.monotonic() - run.started >= value
+
+    due.at = value  # type: ignore[attr-defined]
+    return due
 
 
 def behind(moment: Moment, delay_s: float) -> Moment:
