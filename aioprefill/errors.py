@@ -111,6 +111,11 @@ class RankError(HostError):
         self.forward = forward
         self.cause = cause
 
+    @classmethod
+    def retold(cls, rank: int, message: str) -> RankError:
+        """From the message of such an error about `rank`, as another rank has sent it."""
+        return cls(rank, message.removeprefix(f"rank {rank} "))
+
 
 class ModelError(AioprefillError):
     """A model cannot be found, fetched, verified, converted or loaded."""

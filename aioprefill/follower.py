@@ -27,7 +27,8 @@ from aioprefill.tp_agree import CallToken, Digest, decode_token
 logger = logging.getLogger(__name__)
 
 STOP = "stop"
-"""Kind of the last token: the leader's loop is over; its error says why, if it broke."""
+"""Kind of the last token: the leader's loop is over. If it broke, its error says why, and its detail is the
+rank whose fault that is."""
 STOP_WANTED = b""
 """A report that says: this rank was told to stop, so the leader should drain."""
 TOKENS_PER_TURN = 16
@@ -50,6 +51,7 @@ class Follower:
         self._lost: asyncio.Future[NoReturn] | None = None
         self._forwards: dict[int, tuple[Forward, int]] = {}
         """Launched and not agreed: number -> forward and the digest at its launch."""
+        self._told_to_stop = False
         self.next_token = 0
         self.agreed = 0
         """Forwards whose votes are over here."""
@@ -63,8 +65,8 @@ class Follower:
         return self._digest.value
 
     async def run(self) -> None:
-        """Follow until the leader stops. Raises `RankError` when a rank is lost or the ranks diverge,
-        `HostError` when the leader's loop broke, and what the host raises.
+        """Follow until the leader stops. Raises `RankError` when a rank is lost, the ranks diverge or the
+        leader's loop broke, and what the host raises.
 
         Whatever happens, the others are told, and the host is closed. Cancelling it does the same.
         """
@@ -85,7 +87,8 @@ class Follower:
             cause = first_cause(group_error)
             answer = HostError(f"the scheduler stopped: {cause}")
             logger.error("rank %d stopped: %s", self._link.rank, cause, exc_info=cause)
-            self._link.failed(str(cause) or type(cause).__name__)
+            if not self._told_to_stop:  # else all know already
+                self._link.failed(cause)
             raise cause from None
         finally:
             await self._host.aclose(answer)
@@ -134,8 +137,9 @@ class Follower:
         while self.agreed < token.agreed:
             await self._agreed_more.wait()
         if token.kind == STOP:
+            self._told_to_stop = True
             if token.error is not None:
-                raise HostError(f"rank 0 stopped: {token.error[1]}")
+                raise _leaders_error(token.detail, token.error[1])
             return True
         if token.facts:
             self._host.give_facts(token.facts)
@@ -178,6 +182,13 @@ def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
         else:
             leaves.append(error)
     return next((error for error in leaves if isinstance(error, RankError)), leaves[0])
+
+
+def _leaders_error(culprit: int, message: str) -> RankError:
+    """Why the leader's loop broke, as its last token says."""
+    if message.startswith(f"rank {culprit} "):
+        return RankError.retold(culprit, message)
+    return RankError(0, f"stopped: {message}")
 
 
 def _nothing() -> None:

@@ -186,6 +186,7 @@ class PrefillScheduler(Operations):
     async def _run(self, core: LoopCore) -> None:
         """The group, and what is owed to open requests when it ends, however it ends."""
         answer: AioprefillError = RequestAborted("the scheduler stopped")
+        culprit = -1
         try:
             shape = self._host.unsupported_shape
             if shape is not None:
@@ -214,13 +215,14 @@ class PrefillScheduler(Operations):
                 raise cause from cause.__cause__
             self._failure = str(cause) or type(cause).__name__
             if self._ranks is not None:
-                self._ranks.failed(self._failure)
+                self._ranks.failed(cause)
+                culprit = cause.rank if isinstance(cause, RankError) else self._ranks.rank
             answer = HostError(f"the scheduler stopped: {cause}")
             logger.error("the loop stopped: %s", cause, exc_info=cause)
             raise cause from None
         finally:
             self._ending = True
-            self._tell_followers_to_stop(core)
+            self._tell_followers_to_stop(core, culprit)
             try:
                 await self._host.aclose(answer)
             finally:
@@ -232,11 +234,11 @@ class PrefillScheduler(Operations):
                 self._begun.set()
                 core.signals.progress.set()
 
-    def _tell_followers_to_stop(self, core: LoopCore) -> None:
-        """The last token of the order."""
+    def _tell_followers_to_stop(self, core: LoopCore, culprit: int) -> None:
+        """The last token of the order. `culprit`: the rank by whose fault the loop broke, if it did."""
         if self._ranks is not None:
             error = ("", self._failure, True) if self._failure else None
-            token = self._order.append(STOP, core.calls.now(), agreed=core.calls.agreed, error=error)
+            token = self._order.append(STOP, core.calls.now(), culprit, agreed=core.calls.agreed, error=error)
             self._ranks.send(encode_token(token))
 
     async def wait_stopped(self) -> None:

@@ -39,6 +39,8 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Last host call that it has carried out; -1: none yet, or not told, so nothing is concluded from it."""
     error: str = ""
     """Why it fails; "" while it does not."""
+    blames: int = -1
+    """Rank whose fault that is; -1: its own."""
     leaving: bool = False
     """Its last beat: it ends in order."""
 
@@ -144,9 +146,9 @@ class BeatTable:
     def _closed(self, forward: int | None) -> RankError | None:
         for known in self._others():
             if known.closed:
-                said = "" if known.beat is None else known.beat.error
-                cause = f"failed: {said}" if said else "has closed its connection: its process ended"
-                return RankError(known.rank, cause, forward=forward)
+                if known.beat is not None and known.beat.error:
+                    return _fault(known.beat, forward)
+                return RankError(known.rank, "has closed its connection: its process ended", forward=forward)
         return None
 
     def _silent(self, now: float, timeout_s: float, forward: int | None) -> RankError | None:
@@ -163,7 +165,7 @@ class BeatTable:
     def _failed(self, forward: int | None) -> RankError | None:
         for known in self._ranks:
             if known.rank != self._own and known.beat is not None and known.beat.error:
-                return RankError(known.rank, f"failed: {known.beat.error}", forward=forward)
+                return _fault(known.beat, forward)
         return None
 
     def _overdue(self, now: float) -> bool:
@@ -231,6 +233,13 @@ class BeatTable:
                 )
                 return RankError(known.rank, cause, forward=forward)
         return None
+
+
+def _fault(beat: Beat, forward: int | None) -> RankError:
+    """What a rank says that it fails by."""
+    if beat.blames in (-1, beat.rank):
+        return RankError(beat.rank, f"failed: {beat.error}", forward=forward)
+    return RankError.retold(beat.blames, beat.error)
 
 
 def _seconds(seconds: float) -> str:

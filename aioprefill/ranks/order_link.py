@@ -142,6 +142,13 @@ class LeaderLinks:
             follower.sent += 1
             follower.bytes_sent += len(token)
 
+    def forget(self, rank: int) -> None:
+        """A rank is lost: it is sent nothing more, and `aclose` does not wait for it."""
+        for follower in self._followers:
+            if follower.rank == rank:
+                follower.lost = True
+                self._taken.set()
+
     def _on_message(self, follower: _Follower, frames: list[bytes]) -> None:
         if follower.lost:
             return

@@ -47,8 +47,8 @@ class RankLink(Protocol):
     def send(self, data: bytes) -> None:
         """Leader: to every follower. Follower: to the leader. Never blocks; a full link is a lost rank."""
 
-    def failed(self, reason: str) -> None:
-        """This rank cannot go on: the others are told why, and name it."""
+    def failed(self, error: BaseException) -> None:
+        """This rank cannot go on: the others are told why. They name it, or whom a `RankError` names."""
 
     async def aclose(self) -> None:
         """Leave the group. What was sent is delivered, within a second or so. Idempotent."""

@@ -20,6 +20,7 @@ class RankProgress:
     """
 
     __slots__ = (
+        "blames",
         "call",
         "call_since",
         "clock",
@@ -46,7 +47,9 @@ class RankProgress:
         self.forward: int | None = None
         """The oldest forward in flight: what errors are named after."""
         self.error = ""
-        """Why this rank fails, if by its own fault; a fault of another rank does not belong here."""
+        """Why this rank fails."""
+        self.blames = -1
+        """Rank whose fault that is; -1: its own. Written before `error`."""
 
     def __repr__(self) -> str:
         call = f" call={self.call}" if self.call else ""
@@ -85,5 +88,6 @@ class RankProgress:
             voted_s=max(0.0, now - self.voted_at),
             executed=self.executed,
             error=self.error,
+            blames=self.blames,
             leaving=leaving,
         )

@@ -93,6 +93,8 @@ class GroupLink:
         assert self._lost is not None
         if not self._lost.done():
             self._lost.set_result(error)
+            if isinstance(self._links, LeaderLinks):
+                self._links.forget(error.rank)
             self._on_lost(error)
 
     async def _culprit(self, number: int, error: Exception) -> RankError:
@@ -114,12 +116,12 @@ class GroupLink:
         elif self._links is not None:
             self._links.report(data)
 
-    def failed(self, reason: str) -> None:
+    def failed(self, error: BaseException) -> None:
         """See `RankLink.failed`."""
-        if self._lost is not None and not self._lost.done():  # else it is another rank's fault
-            self.progress.error = reason
-            if self._watch is not None:
-                self._watch.tell_now()
+        self.progress.blames = error.rank if isinstance(error, RankError) else self.rank
+        self.progress.error = str(error) or type(error).__name__
+        if self._watch is not None:
+            self._watch.tell_now()
 
     @property
     def voting(self) -> bool:

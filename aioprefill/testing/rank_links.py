@@ -175,10 +175,13 @@ class MemoryLink:
         """A rank is gone."""
         self._on_lost(error)
 
-    def failed(self, reason: str) -> None:
+    def failed(self, error: BaseException) -> None:
         """See `RankLink.failed`."""
-        self.reason = reason
-        self._ranks.lose(self.rank, f"stopped: {reason}")
+        self.reason = str(error)
+        if isinstance(error, RankError):
+            self._ranks.lose(error.rank, error.cause)
+        else:
+            self._ranks.lose(self.rank, f"stopped: {error}")
 
     async def aclose(self) -> None:
         """See `RankLink.aclose`."""
