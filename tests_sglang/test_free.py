@@ -8,6 +8,7 @@ import pytest
 from fake_transfer import After, Peer, never
 from harness import Arrival, Bench, Run, abort, pause, prompt, request, resume, seconds, whole
 
+SCHEMAS = ('{"type": "boolean"}', '{"type": "object", "properties": {"a": {"type": "integer"}}}')
 LOOPS = ("blocking", "polling", "plugin")
 SEEDS = range(12)
 
@@ -15,7 +16,9 @@ SEEDS = range(12)
 class Script:
     """A seeded script: requests at random times, with peers that take their time, fail or hang."""
 
-    def __init__(self, seed: int, *, faults: bool, pauses: bool) -> None:
+    def __init__(
+        self, seed: int, *, faults: bool, pauses: bool, late: bool = False, grammars: bool = False
+    ) -> None:
         prompts, chance = random.Random(seed), random.Random(seed + 1000)
         self.arrivals: list[Arrival] = []
         self.lengths: dict[str, int] = {}
@@ -27,10 +30,10 @@ class Script:
             rid = f"r{index}"
             self.lengths[rid] = prompts.choice((prompts.randint(5, 60), prompts.randint(65, 300)))
             seed_of_prompt = prompts.choice((1, 2, index + 10))
-            self.arrivals.append(
-                Arrival(request(rid, prompt(seed_of_prompt, self.lengths[rid])), seconds(moment))
-            )
-            self.peers[rid] = self._peer(chance, rid, faults)
+            schema = {"json_schema": SCHEMAS[index % 2]} if grammars and prompts.random() < 0.4 else {}
+            message = request(rid, prompt(seed_of_prompt, self.lengths[rid]), **schema)
+            self.arrivals.append(Arrival(message, seconds(moment)))
+            self.peers[rid] = self._peer(chance, rid, faults, late)
             if faults and chance.random() < 0.2:
                 self._abort(rid, moment + chance.uniform(0, 0.06))
             moment += chance.uniform(0, 0.03)
@@ -41,8 +44,9 @@ class Script:
                 self.arrivals += [Arrival(pause(mode), seconds(start)), Arrival(resume(), seconds(end))]
         self.arrivals.sort(key=lambda arrival: arrival.when.at)  # type: ignore[attr-defined]
 
-    def _peer(self, chance: random.Random, rid: str, faults: bool) -> Peer:
-        peer = Peer(After(chance.choice((0, 0, 0.02))), After(chance.choice((0, 0.005, 0.03))))
+    def _peer(self, chance: random.Random, rid: str, faults: bool, late: bool) -> Peer:
+        handshake = After(chance.choice((0, 0.02, 0.08) if late else (0, 0, 0.02)))
+        peer = Peer(handshake, After(chance.choice((0, 0.005, 0.03))))
         fault = chance.random() if faults else 1.0
         if fault < 0.1:
             peer.bootstrap_fails = True
@@ -77,7 +81,7 @@ class Script:
 
 def check_all(bench: Bench, seed: int, **kinds: bool) -> None:
     """The plugin's loop, and SGLang's own two, on one script."""
-    plain = Script(seed, faults=False, pauses=False)
+    plain = Script(seed, faults=False, pauses=False, grammars=kinds.get("grammars", False))
     reference = bench.run("blocking", plain.arrivals, peers={})
     for loop in LOOPS:
         script = Script(seed, **kinds)
@@ -110,3 +114,18 @@ def test_free_arrivals_with_faults(bench: Bench, seed: int) -> None:
 def test_free_arrivals_with_faults_and_pauses(bench: Bench, seed: int) -> None:
     """All of it at once."""
     check_all(bench, seed, faults=True, pauses=True)
+
+
+@pytest.mark.parametrize("seed", range(36, 44))
+def test_free_arrivals_with_grammars(bench: Bench, seed: int) -> None:
+    """Sampling of a request with a grammar waits for the result before it; its tokens do not change."""
+    check_all(bench, seed, faults=False, pauses=seed % 2 == 0, grammars=True)
+
+
+@pytest.mark.parametrize("seed", range(44, 60))
+def test_free_arrivals_with_optimistic_prefill(bench: Bench, seed: int) -> None:
+    """Prompts launched before their handshakes: yielded, requeued and parked ones are sent whole, once."""
+    from sglang.srt.runtime_context import get_disagg
+
+    with get_disagg().override(optimistic_prefill_attempts=2):
+        check_all(bench, seed, faults=seed % 4 == 0, pauses=seed % 2 == 0, late=True)
