@@ -194,7 +194,7 @@ def file_size_limit(size: int) -> Iterator[None]:
 def until_written(recorder: Recorder) -> None:
     """Wait for the writing thread."""
     recorder._flush()
-    while recorder._writer.waiting:
+    while recorder._writer.waiting and recorder._writer._thread.is_alive():
         os.sched_yield()
 
 
@@ -213,6 +213,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(
             until_written(recorder)
             assert recorder._writer.failed
             await served(scheduler, ("after", [1] * 20))
+            recorder._bytes = recorder._bound  # large enough to want one
             assert recorder._writer.waiting == 0 and not recorder.wants_restart
 
     with file_size_limit(1 << 20):

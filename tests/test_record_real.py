@@ -18,7 +18,7 @@ from wire_support import wait_until
 
 from aioprefill.errors import AioprefillError
 from aioprefill.grammar_spec import GrammarSpec
-from aioprefill.pair import running_pair
+from aioprefill.pair import LOOPBACK, ServerProcess, running_pair
 from aioprefill.sampling_params import SamplingParams
 from aioprefill.testing.models import make_tiny_llama
 from aioprefill.wire.client import PairClient
@@ -94,3 +94,26 @@ async def test_a_recording_of_a_killed_server_replays_elsewhere(tiny_llama: Path
     )
     for length, token in zip((*lengths, 90), firsts, strict=True):
         assert f"{'warm' if length == 90 else f'r{length}'} sampled {token}" in out
+
+
+@pytest.mark.asyncio
+async def test_two_real_ranks_are_recorded_once(tiny_llama: Path, tmp_path: Path) -> None:
+    """Rank 0 has the file; what both ranks decided replays on one host without a group."""
+    path = tmp_path / "a.rec"
+    options = ("--model", str(tiny_llama), "--dtype", "fp32", "--kv-memory", "16MiB", "--chunk-tokens", "64")
+    server = await ServerProcess.start(
+        "serve", "--listen", LOOPBACK, *options, "--tp", "2", "--record", str(path)
+    )
+    try:
+        endpoint = await server.wait_ready()
+        async with PairClient(endpoint, timeout_s=30) as client:
+            streams = [client.submit(np.arange(length) % 256, handoff=False) for length in (3, 100, 300)]
+            tokens = [(await stream.first_token()).token_id for stream in streams]
+        assert await server.stop() == 0, list(server.lines)
+    finally:
+        await server.stop()
+    code, out = await asyncio.to_thread(replay, str(path), "--json")
+    found = json.loads(out)
+    assert (code, found["same"], found["end"], found["tp"]) == (0, True, "closed", 2), out
+    code, out = await asyncio.to_thread(replay, str(path), "--text")
+    assert code == 0 and all(f"sampled {token}" in out for token in tokens)
