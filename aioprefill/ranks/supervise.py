@@ -184,8 +184,10 @@ def _cores() -> int:
 
 def _pass_on(rank: int, line: bytes) -> None:
     """A rank's line, to our stderr."""
+    data = memoryview(b"[rank %d] %s\n" % (rank, line))
     with contextlib.suppress(OSError):  # nobody reads it: no reason to stop serving
-        sys.stderr.buffer.write(b"[rank %d] %s\n" % (rank, line))
+        while data:  # with PYTHONUNBUFFERED a write takes what it can, no more
+            data = data[sys.stderr.buffer.write(data) or len(data) :]
         sys.stderr.buffer.flush()
 
 
