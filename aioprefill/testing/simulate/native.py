@@ -12,6 +12,7 @@ import numpy as np
 from aioprefill.config import NativeConfig
 from aioprefill.control import AbortMatching, Pause
 from aioprefill.errors import AioprefillError
+from aioprefill.grammar_spec import GrammarSpec
 from aioprefill.native.facts import AbortFact
 from aioprefill.native.frontend import Controlled, Input
 from aioprefill.native.host import NativeHost
@@ -24,6 +25,7 @@ from aioprefill.testing.simulate.native_parts import (
     PEERS,
     UNREADABLE,
     SimulatedEngine,
+    SimulatedGrammars,
     SimulatedTransfer,
 )
 from aioprefill.testing.simulate.native_rules import (
@@ -42,6 +44,7 @@ from aioprefill.tp_agree import CallToken
 
 FAMILIES = 4
 """Prompts of one family share their beginnings."""
+GRAMMARS = ("{}", "bad", '{"a": 1}', '{"a": 2}', '{"a": 3}')
 PAUSES = ("in_place", "in_place", "retract", "retract", "wait", "abort")
 
 
@@ -90,7 +93,7 @@ class NativeWorld(World):
         engine = SimulatedEngine(rank, self.draws, self.story, self._pages)
         transfer = SimulatedTransfer(rank, self.draws, self.story, engine)
         self.transfers.append(transfer)
-        return NativeHost(engine, transfer, self._config)
+        return NativeHost(engine, transfer, self._config, grammars=SimulatedGrammars(self.draws, self.story))
 
     def started(self) -> None:
         """See `World.started`."""
@@ -155,6 +158,7 @@ class NativeWorld(World):
             (family + 1) * 100 + (np.arange(length) * 7 + 1) % 97,
             request_id=name,
             peer=None if pick.random() < 0.3 else pick.choice(PEERS),
+            grammar=GrammarSpec("json_schema", pick.choice(GRAMMARS)) if pick.random() < 0.12 else None,
             priority=pick.randint(0, 2),
             deadline_s=pick.choice((None, None, None, 0.2, 5.0)),
             timeouts=Timeouts(
@@ -304,15 +308,17 @@ class NativeWorld(World):
     def _check_stalled(self) -> None:
         """With nothing in flight and room for all who may be admitted, one is, before time passes."""
         host = self.leader
-        waiting = host.ledger.waiting
+        waiting = [request for request in host.ledger.waiting.values() if request.grammar_ready]
         idle = waiting and not self.rules.depth and not self.rules.held and host.intake.pause.admits
-        if not idle or host.memory.pool.available < max(-(-r.length // PAGE) for r in waiting.values()):
+        if not idle or host.memory.pool.available < max(-(-r.length // PAGE) for r in waiting):
             self._stalled = (-1.0, -1)
             return
         now, call = asyncio.get_running_loop().time(), self.twins.next_calls[0]
         since, then = self._stalled
         if call == then and now > since:
-            raise self.story.violate(f"none of {list(waiting)} is admitted although there is room")
+            raise self.story.violate(
+                f"none of {[r.request_id for r in waiting]} is admitted although there is room"
+            )
         self._stalled = (now, call)
 
     def describe(self, kind: str, description: bytes) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from aioprefill.engine.grammar_port import Outcome
 from aioprefill.engine.port import SampledToken, Span
 from aioprefill.errors import DeviceError, ModelError
 from aioprefill.testing.engine import FakeEngine, FakeEngineForward, fake_spec
+from aioprefill.testing.grammars import FakeGrammars
 from aioprefill.testing.simulate.draws import Draws, Run
 from aioprefill.testing.simulate.story import Story
 from aioprefill.testing.transfer import FakeTransfer
@@ -87,6 +89,23 @@ class SimulatedEngine(FakeEngine):
             done.set_exception(DeviceError("cudaErrorSimulated", "no swap", sticky=False))
         else:
             done.set_result(None)
+
+
+class SimulatedGrammars(FakeGrammars):
+    """Ends compilations by itself, some of them too late."""
+
+    def __init__(self, draws: Draws, story: Story) -> None:
+        super().__init__(timeout_s=2.0)
+        self._draws = draws.stream("grammars")
+        self._story = story
+
+    def _begin(self, work: Callable[[], Outcome], done: Callable[[Outcome], None]) -> None:
+        after_s = self._draws.choice((0.0, 0.05, 0.5, 3.0))
+        asyncio.get_running_loop().call_later(after_s, self._end, work, done)
+
+    def _end(self, work: Callable[[], Outcome], done: Callable[[Outcome], None]) -> None:
+        self._story.event("grammar compiled")
+        done(work())
 
 
 class SimulatedTransfer(FakeTransfer):

@@ -10,6 +10,7 @@ from aioprefill.errors import (
     AioprefillError,
     DeviceError,
     HostError,
+    InvalidRequest,
     PeerError,
     RequestAborted,
     RequestTimeout,
@@ -67,6 +68,8 @@ class Outcomes:
         entry.ended += 1
         self._story.event("request ended", f"{entry.name}: {how}")
         self._story.count(f"outcome: {how}")
+        if how.startswith(HOST_ERROR):
+            raise self._story.violate(f"request {entry.name} ended with a {how}")
         if entry.ended > 1:
             raise self._story.violate(f"request {entry.name} has a second outcome: {how}")
         if self.live.get(entry.name) is entry:
@@ -102,6 +105,7 @@ def _replace(
     handle.fail = failed  # type: ignore[assignment, method-assign]
 
 
+HOST_ERROR = "host error"
 STAGES = ("handshake", "queue", "running", "transfer")
 PEERS = {
     "refused": "refused",
@@ -117,15 +121,16 @@ def cause(error: AioprefillError) -> str:
     text = str(error)
     match error:
         case RequestTimeout():
-            return next(
-                (f"{stage} timeout" for stage in STAGES if f"its {stage} timeout" in text), "deadline"
-            )
+            found = (f"{stage} timeout" for stage in STAGES if f"its {stage} timeout" in text)
+            return next(found, "grammar timeout" if "not compiled" in text else "deadline")
         case PeerError():
             return "peer " + next((word for word, part in PEERS.items() if part in text), "failed")
         case DeviceError():
             return "device error"
         case RequestAborted():
             return "dropped" if "drain" in text or "stopped" in text else "aborted"
+        case InvalidRequest():
+            return "grammar"
         case HostError():
-            return f"host error: {text}"
+            return f"{HOST_ERROR}: {text}"
     return f"{error.code}: {text}"

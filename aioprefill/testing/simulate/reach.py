@@ -16,6 +16,8 @@ FAILURES = (
     "queue timeout",
     "running timeout",
     "transfer timeout",
+    "grammar timeout",
+    "grammar",
     "deadline",
     "peer refused",
     "peer died",

@@ -111,6 +111,8 @@ class ScriptedWorld(World):
         self._pausing = False
         self._asked: list[tuple[str, int]] = []
         """Pauses that have not begun: mode, and the depth at which they were asked for."""
+        self._order: dict[str, int] = {}
+        """In which order requests became admissible."""
 
     def make_host(self, rank: int) -> SimulatedHost:
         """See `World.make_host`."""
@@ -190,6 +192,17 @@ class ScriptedWorld(World):
         if token.kind == "prepare":
             busy = sum(1 for r in host._requests.values() if r.launched_end and r.outcome is None)
             assert busy <= host._slots, f"{busy} requests are in {host._slots} slots"
+            if rank == 0:
+                self._check_order(host)
+        elif rank == 0:
+            for request in host._waiting:
+                self._order.setdefault(request.name, len(self._order))
+
+    def _check_order(self, host: SimulatedHost) -> None:
+        """Who became admissible first is admitted first."""
+        waiting = [self._order[request.name] for request in host._waiting if not request.launched_end]
+        admitted = [place for name, place in self._order.items() if host._requests[name].launched_end]
+        assert not waiting or max(admitted, default=-1) < min(waiting), "a request was passed by a later one"
 
     def _count_pauses(self, host: SimulatedHost) -> None:
         waiting = sum(1 for item in host.held if item in ("in_place", "retract"))

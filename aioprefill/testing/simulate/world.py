@@ -172,6 +172,22 @@ class World:
         ends = self.twins.next_calls
         if any(end != ends[0] for end in ends):
             raise self.story.violate(f"ranks have made different numbers of calls: {list(ends)}")
+        self._check_votes()
+
+    def _check_votes(self) -> None:
+        """One vote for each forward, but for those that a drain has left behind."""
+        if self.ranks is None:
+            return
+        votes, launched, left = self.ranks.collectives, self.rules.launched, self.rules.depth
+        if not launched - left <= votes <= launched:
+            raise self.story.violate(
+                f"{votes} votes were held on {launched} forwards, {left} were left behind"
+            )
+        core = self.scheduler._core
+        if core is not None and core.digest is not None:
+            digests = {core.digest.value, *(follower.digest for follower in self.followers)}
+            if len(digests) > 1:
+                raise self.story.violate(f"ranks end with different digests: {sorted(digests)}")
 
     async def command(self, what: str, make: Callable[[], Awaitable[Any]]) -> bool:
         """Carry out a command; False: it was refused. Cancelling it cancels the command."""
