@@ -191,9 +191,10 @@ def file_size_limit(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def until_written(recorder: Recorder) -> None:
+def until_written(recorder: Recorder, *, flush: bool = True) -> None:
     """Wait for the writing thread."""
-    recorder._flush()
+    if flush:
+        recorder._flush()
     while recorder._writer.waiting and recorder._writer._thread.is_alive():
         os.sched_yield()
 
@@ -253,6 +254,24 @@ def test_a_file_that_was_moved_away_stays_and_the_next_one_is_made(tmp_path: Pat
 
     run_virtual(main())
     assert read(kept)[2] == "continued" and read(path)[0].segment == 1 and not older(path).exists()
+
+
+def test_a_new_part_can_be_read_before_its_first_call(tmp_path: Path) -> None:
+    """It may be long until something comes to a host at rest."""
+    path = tmp_path / "a.rec"
+
+    async def main() -> None:
+        async with recorded(path, FakeEngine(duration_s=1.0), limit=20_000) as scheduler:
+            recorder = scheduler._recording
+            until_written(recorder, flush=False)
+            assert read(path)[0].segment == 0
+            while recorder._segment == 0 or recorder._calls:
+                await served(scheduler, ("r", [1] * 20))
+            until_written(recorder, flush=False)
+            header, calls, end = read(path)
+            assert (header.segment, calls, end) == (recorder._segment, [], "cut off")
+
+    run_virtual(main())
 
 
 def test_a_disk_that_hangs_ends_the_recording(

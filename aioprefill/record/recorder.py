@@ -25,6 +25,9 @@ BLOCK_BYTES = 1 << 16
 FLUSH_S = 0.2
 """Seconds that a call may wait to be given to the file: what a killed process loses."""
 
+END_BYTES = 64
+"""Room for the end of a segment."""
+
 HeaderOf = Callable[[int, int, bool], Header]
 """(segment, first call, amid work) -> the header of a segment that begins now."""
 
@@ -61,7 +64,7 @@ class Recorder:
         if self._writer.failed or self._closed:
             return
         entry = encode_entry(Entry(token, description))
-        if self._bytes + len(entry) > self._bound and self._calls:
+        if self._bytes + len(entry) + END_BYTES > self._bound and self._calls:
             self._continue(token.number, amid_work=True)
         self._add(entry)
         self._calls += 1
@@ -91,6 +94,7 @@ class Recorder:
         self._segment += 1
         self._bytes = self._calls = 0
         self._add(encode_header(self._header(self._segment, first_call, amid_work)))
+        self._flush()  # the next call may be long in coming, and a file without a header says nothing
 
     def _add(self, data: bytes) -> None:
         self._buffer += data
