@@ -86,6 +86,7 @@ class Follower:
         except BaseExceptionGroup as group_error:
             cause = first_cause(group_error)
             answer = HostError(f"the scheduler stopped: {cause}")
+            answer.__cause__ = cause
             logger.error("rank %d stopped: %s", self._link.rank, cause, exc_info=cause)
             if not self._told_to_stop:  # else all know already
                 self._link.failed(cause)

@@ -218,6 +218,7 @@ class PrefillScheduler(Operations):
                 self._ranks.failed(cause)
                 culprit = cause.rank if isinstance(cause, RankError) else self._ranks.rank
             answer = HostError(f"the scheduler stopped: {cause}")
+            answer.__cause__ = cause
             logger.error("the loop stopped: %s", cause, exc_info=cause)
             raise cause from None
         finally:

@@ -18,6 +18,7 @@ from aioprefill.errors import (
     AioprefillError,
     ConfigError,
     DeviceError,
+    RankError,
     RequestAborted,
     RequestTimeout,
 )
@@ -41,6 +42,7 @@ from aioprefill.transfer.port import KVTransfer
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
+LOST_TIMEOUT_S = 1.0
 
 
 class NativeHost:
@@ -299,7 +301,10 @@ class NativeHost:
         }
 
     async def aclose(self, error: AioprefillError) -> None:
-        """See `PrefillHost.aclose`. Waits at most 10 s for a device that hangs."""
+        """See `PrefillHost.aclose`. Waits at most 10 s for a device that hangs.
+
+        1 s when a rank is lost: a forward that needs that rank never ends.
+        """
         if self._closed:
             return
         self._closed = True
@@ -314,9 +319,10 @@ class NativeHost:
         if self.transfer is not None:
             await self.transfer.aclose()
         await self.tier.aclose()
+        timeout_s = LOST_TIMEOUT_S if isinstance(error.__cause__, RankError) else CLOSE_TIMEOUT_S
         try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 await self.engine.aclose()
         except TimeoutError:
             self.hung = True
-            logger.error("the engine did not stop within %.0f s: a forward hangs", CLOSE_TIMEOUT_S)
+            logger.error("the engine did not stop within %.0f s: a forward hangs", timeout_s)

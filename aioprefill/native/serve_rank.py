@@ -12,7 +12,15 @@ from aioprefill.follower import Follower
 from aioprefill.native.host import NativeHost
 from aioprefill.native.load import load_engine, load_grammars, pool_view
 from aioprefill.native.serve_host import serve_host
-from aioprefill.process import EXIT_DRAINED, EXIT_RANK_LOST, Process, leave, run_process
+from aioprefill.process import (
+    EXIT_DRAINED,
+    EXIT_FAILED,
+    EXIT_RANK_LOST,
+    EXIT_STUCK,
+    Process,
+    leave,
+    run_process,
+)
 from aioprefill.ranks.group import RankGroup
 from aioprefill.ranks.place import RankPlace
 from aioprefill.ranks.runtime import GroupLink
@@ -58,9 +66,18 @@ async def _rank(process: Process, config: ServeConfig, group: RankGroup) -> int:
     except RankError as error:
         # threads may sit in collectives that will never end: nobody waits for them
         leave(EXIT_RANK_LOST, f"error: {error}")
-    if link.voting:
-        leave(code, "a vote hangs: leaving without it")
+    except Exception as error:
+        if hanging := _hanging(host, link):
+            leave(EXIT_FAILED, f"error: {error}; {hanging}, leaving without it")
+        raise
+    if hanging := _hanging(host, link):
+        leave(code, f"{hanging}, leaving without it")
     return code
+
+
+def _hanging(host: NativeHost, link: GroupLink) -> str:
+    """What a thread of this process sits in that may never end, so that the process must not wait for it."""
+    return "a forward hangs on the device" if host.hung else "a vote hangs" if link.voting else ""
 
 
 async def _follow(process: Process, host: NativeHost, link: GroupLink, config: ServeConfig) -> int:
@@ -76,7 +93,7 @@ async def _follow(process: Process, host: NativeHost, link: GroupLink, config: S
     finally:
         following.cancel()
         await asyncio.wait([following])
-    return EXIT_DRAINED
+    return EXIT_STUCK if host.hung else EXIT_DRAINED
 
 
 def _leave_stuck(error: RankError) -> None:
