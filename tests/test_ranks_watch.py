@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 import threading
@@ -20,7 +19,6 @@ from wire_support import LOOPS, run, wait_until
 from aioprefill.errors import RankError
 from aioprefill.ranks.progress import RankProgress
 from aioprefill.ranks.watch import Watch
-from aioprefill.ranks.watch_wire import QUEUE
 
 __all__ = ["run"]
 
@@ -387,9 +385,3 @@ async def wait_until_slowly(condition) -> None:
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-
-
-def test_a_rank_that_does_not_read_holds_no_memory():
-    """The queue of beats is short: newer ones say more."""
-    assert QUEUE <= 100
-    assert os.name == "posix"
