@@ -125,9 +125,13 @@ class Pipeline:
         return self.held_retract and len(self.flights) == 1 and oldest is not None and oldest.error is None
 
     def hold(self, *, scheduling_step: bool) -> Hold:
-        """What the next `ingest` must keep back."""
+        """What the next `ingest` must keep back.
+
+        A pause waits for the next scheduling step. While paused none comes: held, a further pause would
+        hold back the resume behind it.
+        """
         return Hold(
-            pauses=self.result_pending and not scheduling_step,
+            pauses=self.result_pending and not scheduling_step and not self.paused,
             retract=len(self.flights) > 1 or not self.still,
             weights=not self.still,
         )

@@ -229,6 +229,16 @@ def test_what_input_must_be_held(pipeline: Pipeline) -> None:
     assert pipeline.hold(scheduling_step=True) == Hold()
 
 
+def test_a_pause_while_paused_is_not_held_for_a_step_that_never_comes(pipeline: Pipeline) -> None:
+    """A kept result is pending: only a retract waits, for the vote on its forward."""
+    launch(pipeline)
+    find_nothing(pipeline)
+    pipeline.ingested(Ingested(paused=True))
+    assert pipeline.hold(scheduling_step=False) == Hold(pauses=False, retract=True, weights=True)
+    pipeline.voted(0, None)
+    assert pipeline.hold(scheduling_step=False) == Hold()
+
+
 def test_a_retract_takes_the_last_result_itself_unless_it_failed(pipeline: Pipeline) -> None:
     """It says that it consumed it; consuming what is not there is refused."""
     launch(pipeline)

@@ -66,8 +66,8 @@ class TransferBook:
 
     peers: dict[int, Peer] = field(default_factory=dict)
     sends: dict[int, list[Send]] = field(default_factory=dict)
-    retired_at: dict[int, float] = field(default_factory=dict)
-    """When a terminal state was first reported, by room."""
+    sent_at: dict[int, float] = field(default_factory=dict)
+    """When the last chunk of a room was sent."""
     polls: int = 0
     order: list[int] = field(default_factory=list)
     """Rooms in the order of their sends."""
@@ -76,7 +76,7 @@ class TransferBook:
         """Forget everything."""
         self.peers.clear()
         self.sends.clear()
-        self.retired_at.clear()
+        self.sent_at.clear()
         self.order.clear()
         self.polls = 0
 
@@ -116,8 +116,6 @@ class ScriptedSender(BaseKVSender):
         BOOK.polls += 1
         if self.concluded is None:
             self.concluded = self._conclusion()
-            if self.concluded is not None:
-                BOOK.retired_at.setdefault(self.room, time.monotonic())
         if self.concluded is not None:
             return self.concluded
         if self.last_sent:
@@ -165,6 +163,7 @@ class ScriptedSender(BaseKVSender):
         self.last_sent = state_indices is not None
         chunk = Send(self.sent, self.sent + num_kv_tokens, len(kv_indices), self.last_sent)
         self.sent = chunk.end
+        BOOK.sent_at[self.room] = time.monotonic()
         BOOK.sends.setdefault(self.room, []).append(chunk)
         BOOK.order.append(self.room)
 

@@ -8,23 +8,30 @@ timer sets after the script's delay.
 from __future__ import annotations
 
 import gc
-import itertools
 import os
-import threading
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from copies import Copies
 from fake_transfer import BOOK, Peer, Send
+from messages import Act
 
+SPIED = (
+    "_copy_result_to_cpu",
+    "get_next_disagg_prefill_batch_to_run",
+    "on_idle",
+    "process_batch_result",
+    "process_prefill_chunk",
+    "run_batch",
+)
+"""Methods of the scheduler that a run looks at."""
 DEADLINE_S = 30.0
 """A run that takes longer hangs."""
 
 Moment = Callable[["Run"], bool]
-_rooms = itertools.count(1)
 
 
 def start(_: Run) -> bool:
@@ -111,6 +118,16 @@ class Run:
     paused_launches: int = 0
     state: dict[str, Any] = field(default_factory=dict)
     calls: int = 0
+    """Of the receiver."""
+    preparations: list[bool] = field(default_factory=list)
+    """Each look for a batch: whether storage retries were to advance."""
+    chunk_steps: int = 0
+    idle_calls: int = 0
+    preparations_at_result: list[int] = field(default_factory=list)
+    """How many looks for a batch there had been at each result."""
+    delayed_samples: int = 0
+    sent_at: dict[str, float] = field(default_factory=dict)
+    """When the last chunk of a request was sent."""
     stats: Any = None
     """The plugin's own statistics."""
     error: BaseException | None = None
@@ -120,60 +137,6 @@ class Run:
         return {
             rid: [(o.tokens, o.finish) for o in outcomes] for rid, outcomes in sorted(self.outcomes.items())
         }
-
-
-class Copies:
-    """Stands for the device's copies: `copy_done` is set `delay_s(forward number)` after its launch.
-
-    Copies end in launch order, as on a stream.
-    """
-
-    def __init__(self, delay_s: Callable[[int], float | None]) -> None:
-        self._delay_s = delay_s
-        self._queue: deque[tuple[Any, float]] = deque()
-        self._condition = threading.Condition()
-        self._number = 0
-        self._free_at = 0.0
-        self._stopped = False
-        self.held: dict[int, Any] = {}
-        """Copies without a delay: tests set them."""
-        self._thread = threading.Thread(target=self._work, daemon=True)
-        self._thread.start()
-
-    def begin(self) -> Any:
-        """A copy is queued; the `copy_done` of its forward."""
-        from sglang.srt.managers.async_d2h_copy_worker import HostCopyDone
-
-        done, number = HostCopyDone(), self._number
-        self._number += 1
-        delay_s = self._delay_s(number)
-        if delay_s is None:
-            self.held[number] = done
-        elif delay_s <= 0:
-            done.set_done()
-        else:
-            with self._condition:
-                self._free_at = max(self._free_at, time.monotonic()) + delay_s
-                self._queue.append((done, self._free_at))
-                self._condition.notify()
-        return done
-
-    def _work(self) -> None:
-        while True:
-            with self._condition:
-                while not self._queue:
-                    if self._stopped:
-                        return
-                    self._condition.wait()
-                done, due = self._queue.popleft()
-            time.sleep(max(0.0, due - time.monotonic()))
-            done.set_done()
-
-    def stop(self) -> None:
-        """No more copies."""
-        with self._condition:
-            self._stopped = True
-            self._condition.notify()
 
 
 class ScriptedReceiver:
@@ -198,6 +161,9 @@ class ScriptedReceiver:
         shown: list[Any] = []
         while self._left and (self._left[0].when(run) or (not shown and self._stuck())):
             message = self._left.popleft().message
+            if isinstance(message, Act):
+                message.do()
+                continue
             shown.append(message)
             if getattr(message, "rid", None):
                 run.seen_at.setdefault(message.rid, time.monotonic())
@@ -258,18 +224,9 @@ class Bench:
         self.scheduler = scheduler
         self.copies: Copies | None = None
         self._originals = {
-            name: getattr(scheduler, name)
-            for name in (
-                "request_receiver",
-                "output_streamer",
-                "_copy_result_to_cpu",
-                "run_batch",
-                "process_batch_result",
-                "idle_sleeper",
-            )
+            name: getattr(scheduler, name) for name in ("request_receiver", "output_streamer", *SPIED)
         }
         self._channels = scheduler.ipc_channels
-        self._plain = _resources(scheduler)
         gc.collect()
         gc.freeze()  # SGLang collects garbage whenever its cache is flushed, which is between any two runs
 
@@ -293,6 +250,7 @@ class Bench:
         `until` shuts the loop down at that moment instead of when every request has its outcome.
         """
         scheduler, run = self.scheduler, Run(loop)
+        before = _resources(scheduler)
         arrivals = list(arrivals)
         BOOK.clear()
         rooms = self._rooms(arrivals, peers or {})
@@ -310,11 +268,12 @@ class Bench:
             for room, rid in rooms.items():
                 if room in BOOK.sends:
                     run.sends[rid] = list(BOOK.sends[room])
+            run.sent_at = {rooms[room]: at for room, at in BOOK.sent_at.items()}
             run.send_order = [rooms[room] for room in BOOK.order]
             run.state = _resources(scheduler)
             self._detach()
         if clean:
-            assert run.state == self._plain, f"{loop} left something behind: {run.state} != {self._plain}"
+            assert run.state == before, f"{loop} left something behind: {run.state} != {before}"
         return run
 
     def _rooms(self, arrivals: Iterable[Arrival], peers: dict[str, Peer]) -> dict[int, str]:
@@ -339,6 +298,7 @@ class Bench:
             return originals["run_batch"](batch)
 
         def process_batch_result(batch: Any, result: Any) -> None:
+            run.preparations_at_result.append(len(run.preparations))
             originals["process_batch_result"](batch, result)
             run.order.append(f"result {run.results}")
             run.results += 1
@@ -346,9 +306,27 @@ class Bench:
 
         def copy_result(result: Any, batch: Any) -> None:
             originals["_copy_result_to_cpu"](result, batch)
+            if result.delay_sample_func is not None and run.launches > 1:
+                run.delayed_samples += 1
+                run.order.append(f"sample {run.launches - 1}")
             assert self.copies is not None
             result.copy_done = self.copies.begin()
 
+        def prepare(**arguments: Any) -> Any:
+            run.preparations.append(arguments.get("should_retry_storage_prefetch", True))
+            return originals["get_next_disagg_prefill_batch_to_run"](**arguments)
+
+        def chunk_step(**arguments: Any) -> None:
+            run.chunk_steps += arguments["last_batch"] is not None
+            originals["process_prefill_chunk"](**arguments)
+
+        def on_idle() -> None:
+            run.idle_calls += 1
+            originals["on_idle"]()
+
+        scheduler.get_next_disagg_prefill_batch_to_run = prepare
+        scheduler.process_prefill_chunk = chunk_step
+        scheduler.on_idle = on_idle
         scheduler.run_batch = run_batch
         scheduler.process_batch_result = process_batch_result
         scheduler._copy_result_to_cpu = copy_result
@@ -361,13 +339,7 @@ class Bench:
 
     def _detach(self) -> None:
         scheduler = self.scheduler
-        for name in (
-            "run_batch",
-            "process_batch_result",
-            "_copy_result_to_cpu",
-            "send_abort_output",
-            "send_control_output",
-        ):
+        for name in (*SPIED, "send_abort_output", "send_control_output"):
             scheduler.__dict__.pop(name, None)
         scheduler.request_receiver = self._originals["request_receiver"]
         scheduler.output_streamer = self._originals["output_streamer"]
@@ -431,74 +403,6 @@ def _reset(scheduler: Any) -> None:
     if scheduler.is_fully_idle():
         scheduler.flush_cache()
     scheduler.forward_ct = 0
-
-
-# Messages
-
-
-def request(rid: str, tokens: Sequence[int], *, room: int | None = None, **sampling: Any) -> Any:
-    """A request with a room of its own; greedy unless `sampling` says otherwise."""
-    from fake_transfer import BOOK  # noqa: F401  rooms are looked up there
-    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
-    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
-    parameters = SamplingParams(**{"max_new_tokens": 4, "temperature": 0.0, **sampling})
-    parameters.normalize(None)
-    return TokenizedGenerateReqInput(
-        rid=rid,
-        input_text=None,
-        input_ids=array("q", tokens),
-        input_embeds=None,
-        mm_inputs=None,
-        token_type_ids=None,
-        sampling_params=parameters,
-        return_logprob=False,
-        logprob_start_len=-1,
-        top_logprobs_num=0,
-        token_ids_logprob=None,
-        stream=False,
-        bootstrap_host=FAKE_BOOTSTRAP_HOST,
-        bootstrap_port=8998,
-        bootstrap_room=next(_rooms) if room is None else room,
-    )
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    """Token ids that depend on the seed from the first one on."""
-    state, ids = seed * 7919 + 12345, []
-    for _ in range(length):
-        state = (state * 1103515245 + 12345) % (1 << 31)
-        ids.append(2 + (state >> 8) % 250)
-    return ids
-
-
-def pause(mode: str) -> Any:
-    """A pause command: "in_place" or "retract"."""
-    from sglang.srt.managers.io_struct import PauseGenerationReqInput
-
-    return PauseGenerationReqInput(mode=mode)
-
-
-def resume() -> Any:
-    """Go on after a pause."""
-    from sglang.srt.managers.io_struct import ContinueGenerationReqInput
-
-    return ContinueGenerationReqInput()
-
-
-def abort(rid: str = "", *, everything: bool = False) -> Any:
-    """Abort requests whose id begins with `rid`."""
-    from sglang.srt.managers.io_struct import AbortReq
-
-    return AbortReq(rid=rid, abort_all=everything)
-
-
-def shutdown() -> Any:
-    """End the loop."""
-    from sglang.srt.managers.io_struct import ShutdownReq
-
-    return ShutdownReq()
 
 
 # Comparing

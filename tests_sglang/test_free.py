@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 from fake_transfer import After, Peer, never
-from harness import Arrival, Bench, Run, abort, pause, prompt, request, resume, seconds, whole
+from harness import Arrival, Bench, Run, seconds, whole
+from messages import abort, pause, prompt, request, resume
 
 SCHEMAS = ('{"type": "boolean"}', '{"type": "object", "properties": {"a": {"type": "integer"}}}')
 LOOPS = ("blocking", "polling", "plugin")
@@ -73,7 +75,7 @@ class Script:
             assert len(outcomes) == 1, f"{rid} has {len(outcomes)} outcomes: {outcomes}"
             sends = run.sends.get(rid, [])
             if rid in self.spoilt:
-                assert all(a.end == b.start for a, b in zip(sends, sends[1:], strict=False)), sends
+                assert all(a.end == b.start for a, b in itertools.pairwise(sends)), sends
                 continue
             assert outcomes == reference.outcomes[rid]
             assert whole(sends, self.lengths[rid]), f"{rid}: {sends}"

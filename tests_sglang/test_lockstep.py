@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from harness import Arrival, Bench, Run, abort, pause, prompt, request, results, resume, whole
+from harness import Arrival, Bench, Run, results, whole
+from messages import abort, pause, prompt, request, resume
 
 LOOPS = ("blocking", "polling", "plugin")
 SEEDS = range(40)
