@@ -57,6 +57,8 @@ async def _rank(process: Process, config: ServeConfig, group: RankGroup) -> int:
     await asyncio.to_thread(transfer.prepare)
     grammars = load_grammars(engine, config.engine) if place.leads else None
     host = NativeHost(engine, transfer, config.native, grammars=grammars)
+    # watches begin together: a rank that loads for longer is not a silent one
+    await asyncio.to_thread(group.meet, "loaded")
     link = GroupLink(group, timeout_s=config.ranks.rank_timeout_s, on_stuck=_leave_stuck)
     try:
         if place.leads:

@@ -81,7 +81,7 @@ class RankGroup:
         host = LOOPBACK if local or not place.leads else _address_of(os.environ.get(MASTER_ADDR, ""))
         store = _open_store(place, os.environ, timeout_s)
         group = cls(place, PrefixStore("aioprefill", store), timeout_s, vote_timeout_s)
-        group._wait_for_all()
+        group.meet("joined")
         group.wires = Wires.exchange(place, group, host)
         try:
             group._share_id()
@@ -110,26 +110,29 @@ class RankGroup:
             cause = f"did not publish {key} within {self.timeout_s:g} s ({_first_line(err)})"
             raise RankError(rank, cause) from err
 
-    def _wait_for_all(self) -> None:
-        """Say that this rank has come, and wait for the others."""
-        self.publish(f"joined/{self.place.rank}", b"1")
+    def meet(self, at: str) -> None:
+        """Say that this rank has come to a point, and wait for the others. Blocking, at most `timeout_s`.
+
+        Raises `RankError` that names the ranks that did not come.
+        """
+        self.publish(f"{at}/{self.place.rank}", b"1")
         missing = list(range(self.place.size))
         deadline = time.monotonic() + self.timeout_s
         while True:
             try:
-                missing = [rank for rank in missing if not self.store.check([f"joined/{rank}"])]
+                missing = [rank for rank in missing if not self.store.check([f"{at}/{rank}"])]
             except RuntimeError as err:  # rank 0 was the first to give up, and took its store along
-                raise self._missing(missing) if 0 not in missing else self._store_lost(err) from err
+                raise self._missing(at, missing) if 0 not in missing else self._store_lost(err) from err
             if not missing:
                 return
             if time.monotonic() >= deadline:
-                raise self._missing(missing)
+                raise self._missing(at, missing)
             time.sleep(POLL_S)
 
-    def _missing(self, ranks: list[int]) -> RankError:
+    def _missing(self, at: str, ranks: list[int]) -> RankError:
         more = ", ".join(map(str, ranks[1:]))
         cause = (
-            f"did not join the group within {self.timeout_s:g} s"
+            f"has not {at} within {self.timeout_s:g} s"
             + (f", nor did {more}" if more else "")
             + ": look for its messages; all ranks must be started with the same store or MASTER_ADDR"
         )
