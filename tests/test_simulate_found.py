@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from aioprefill.config import NativeConfig
 from aioprefill.control import AbortMatching
 from aioprefill.errors import AioprefillError
 from aioprefill.follower import Follower
@@ -103,3 +104,28 @@ async def test_R4_an_update_that_waits_for_its_turn_is_answered_when_the_schedul
     for update in updates:
         with pytest.raises(AioprefillError):
             update.result()
+
+
+@virtual_time
+async def test_R4_a_pause_right_behind_a_resume_waits_for_the_step_behind_the_kept_result() -> None:
+    """Both come at once: what the loop said of the first pause is not true of the second one."""
+    engine = FakeEngine()
+    host = NativeHost(engine, config=NativeConfig(chunk_tokens=16, max_chunk_share=1.0))
+    async with PrefillScheduler(host) as scheduler:
+        handle = scheduler.submit(PrefillRequest(range(1, 65)))
+        await settle()
+        pause = asyncio.create_task(scheduler.pause("in_place"))
+        await settle()
+        engine.forwards[0].complete()
+        await pause
+        engine.forwards[1].complete()
+        await settle()
+        assert scheduler.stats().processed == 1 and scheduler.stats().in_flight == 1
+        commands = [scheduler.resume(), scheduler.pause("in_place")]
+        await asyncio.gather(*commands)
+        assert scheduler.stats().processed == 2 and scheduler.stats().paused
+        await scheduler.resume()
+        for number in (2, 3):
+            await settle()
+            engine.forwards[number].complete()
+        await handle

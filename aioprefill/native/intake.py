@@ -99,6 +99,8 @@ class Intake:
                 self._grammar_known(item)
             else:
                 consumed += self._control(now, item)
+                if isinstance(item.command, Resume):
+                    break  # `hold` is of the pause: one behind the resume has to wait for its step again
         held = self._is_held(hold)
         return Ingested(
             requests=requests,
