@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -121,10 +123,16 @@ class RankedFakeHost(FakeHost):
                 super().end_transfer(name)
 
     def ingest(self, now: float, *, hold: Hold) -> Ingested:
-        """See `PrefillHost.ingest`."""
+        """See `PrefillHost.ingest`. Stops behind a resume, for `hold` is of the time before it."""
+        names = self.held
+        end = names.index("resume") + 1 if "resume" in names else len(names)
+        inbox = list(self._inbox)
+        self._inbox, behind = deque(inbox[:end]), inbox[end:]
         result = super().ingest(now, hold=hold)
+        self._inbox.extend(behind)
         self._holds = result.held > 0
-        return result
+        more = bool(behind) and not self._holds
+        return replace(result, held=len(self._inbox) if self._holds else 0, more=more)
 
     def _inbox_held(self) -> bool:
         """A command that no `ingest` has seen is not held: a fact may come with any call."""

@@ -14,11 +14,13 @@ from unittest import mock
 
 from aioprefill import scheduler
 from aioprefill.completion import end_of
+from aioprefill.control import Command, Pause, PauseMode
 from aioprefill.follower import Follower
 from aioprefill.host import Hold, Progress
 from aioprefill.loop_core import LoopCore
 from aioprefill.native.forwards import Forwards, NativeForward
 from aioprefill.native.host import NativeHost
+from aioprefill.native.pause_state import PauseState, Phase
 from aioprefill.native.request_state import Request
 from aioprefill.pipeline import Flight, Pipeline
 from aioprefill.result_task import result_task
@@ -167,11 +169,23 @@ def _digest_at_vote_time() -> list[Patch]:
 
 
 def _retract_while_a_vote_is_pending() -> list[Patch]:
+    """One forward in flight is enough for it, whatever the other ranks have seen of that."""
+    keeps = PauseState.keeps_back
+
     def hold(self: Pipeline, *, scheduling_step: bool) -> Hold:
         pauses = self.result_pending and not scheduling_step
         return Hold(pauses=pauses, retract=len(self.flights) > 1, weights=not self.still)
 
-    return [mock.patch.object(Pipeline, "hold", hold)]
+    def keeps_back(self: PauseState, command: Command, hold: Hold) -> bool:
+        retract = isinstance(command, Pause) and command.mode is PauseMode.RETRACT
+        if retract and self.phase is Phase.RUNNING and not self.swapping:
+            return hold.retract
+        return keeps(self, command, hold)
+
+    return [
+        mock.patch.object(Pipeline, "hold", hold),
+        mock.patch.object(PauseState, "keeps_back", keeps_back),
+    ]
 
 
 def _timeouts_by_own_clock() -> list[Patch]:

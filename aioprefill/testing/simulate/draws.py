@@ -21,6 +21,7 @@ class Draws:
         self.moves = self.stream("moves")
         self.links = self.stream("links")
         self.votes = self.stream("votes")
+        self.ending = self.stream("ending")
         self.devices = Devices(
             self.stream("devices"), [self.stream(f"device {rank}") for rank in range(size)]
         )
@@ -51,6 +52,8 @@ class Run:
     error: str = ""
     alone: bool = False
     """It fails, and on another rank it does not."""
+    sticky: bool = False
+    """The device is lost by it."""
 
 
 @dataclass(slots=True)
@@ -60,6 +63,8 @@ class Devices:
     common: random.Random
     own: list[random.Random]
     skew_s: float = field(init=False)
+    lost: int | None = None
+    """The rank whose device is going to be lost with its next forward."""
     faulty: float = field(init=False)
     """Chance of a forward to fail."""
     _base_s: list[float] = field(default_factory=list)
@@ -71,6 +76,8 @@ class Devices:
 
     def run(self, rank: int, number: int) -> Run:
         """Forward `number` on a rank."""
+        if rank == self.lost:
+            return Run(0.01, "cudaErrorIllegalAddress", alone=len(self.own) > 1, sticky=True)
         while len(self._base_s) <= number:
             self._draw()
         seconds = self._base_s[number] + self.own[rank].random() * self.skew_s

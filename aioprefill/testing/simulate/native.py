@@ -20,6 +20,7 @@ from aioprefill.native.pause_state import Phase
 from aioprefill.native.policy import POLICIES
 from aioprefill.request import PrefillHandle, PrefillRequest, Timeouts
 from aioprefill.testing.simulate.draws import Draws
+from aioprefill.testing.simulate.endings import PATIENCE_S
 from aioprefill.testing.simulate.native_parts import (
     PAGE,
     PEERS,
@@ -39,7 +40,7 @@ from aioprefill.testing.simulate.native_rules import (
 from aioprefill.testing.simulate.outcomes import Outcomes
 from aioprefill.testing.simulate.story import Story
 from aioprefill.testing.simulate.twins import State
-from aioprefill.testing.simulate.world import PATIENCE_S, Move, World
+from aioprefill.testing.simulate.world import Move, World
 from aioprefill.tp_agree import CallToken
 
 FAMILIES = 4
@@ -331,7 +332,6 @@ class NativeWorld(World):
 
     async def come_to_an_end(self) -> None:
         """See `World.come_to_an_end`."""
-        self.story.event("healed")
         self.draws.devices.faulty = 0.0
         for transfer in self.transfers:
             transfer.heal()
@@ -340,10 +340,17 @@ class NativeWorld(World):
                 break
             self._run("resume", self.scheduler.resume)
             await asyncio.sleep(0.25)
-            self._raise_what_broke()
+            self.raise_what_broke()
         await asyncio.sleep(1.0)  # messages that are on their way to followers
         for rank, host in enumerate(self.hosts):
             check_nothing_left(rank, host, self.transfers[rank])
+
+    def provoke(self) -> None:
+        """See `World.provoke`."""
+        for transfer in self.transfers:
+            transfer.heal()
+        self._run("resume", self.scheduler.resume)
+        self._submit()
 
     def check_end(self, *, healed: bool) -> None:
         """See `World.check_end`."""

@@ -61,7 +61,7 @@ class SimulatedEngine(FakeEngine):
         if run.error:
             self._story.counters["device error on some ranks only"] += run.alone
             self._story.event("device error", f"forward {forward.number} on rank {self._rank}")
-            forward.fail(DeviceError(run.error, "by chance", sticky=False))
+            forward.fail(DeviceError(run.error, "by chance", sticky=run.sticky))
         else:
             self._story.event("forward ended", f"{forward.number} on rank {self._rank}")
             forward.complete()

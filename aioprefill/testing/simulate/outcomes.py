@@ -67,8 +67,8 @@ class Outcomes:
     def _ended(self, entry: Entry, how: str) -> None:
         entry.ended += 1
         self._story.event("request ended", f"{entry.name}: {how}")
-        self._story.count(f"outcome: {how}")
-        if how.startswith(HOST_ERROR):
+        self._story.count(f"outcome: {how.partition(':')[0]}")
+        if how.startswith(HOST_ERROR) and not self._story.breaking:
             raise self._story.violate(f"request {entry.name} ended with a {how}")
         if entry.ended > 1:
             raise self._story.violate(f"request {entry.name} has a second outcome: {how}")

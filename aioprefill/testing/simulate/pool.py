@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import multiprocessing
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -70,9 +71,9 @@ class Total:
 
 
 def play_many(
-    first: int, count: int, sizes: Sequence[int], *, workers: int, bug: str = "", stop_at_first: bool = False
+    first: int, count: int, sizes: Sequence[int], *, workers: int, bug: str = "", until: str | None = None
 ) -> Total:
-    """Play seeds first, first + 1, …; with `stop_at_first` up to the first that fails."""
+    """Play seeds first, first + 1, …; with the pattern `until` up to the first failure that has it."""
     total, started = Total(count, tuple(sizes)), time.perf_counter()
     if workers <= 1:
         results = _here(first, count, sizes, bug)
@@ -80,7 +81,7 @@ def play_many(
         results = _elsewhere(first, count, sizes, workers, bug)
     for played in results:
         total.add(played)
-        if played.failure and stop_at_first:
+        if until is not None and played.failure and re.search(until, played.failure):
             break
     total.seconds = time.perf_counter() - started
     return total

@@ -16,6 +16,7 @@ FAILURES = (
     "queue timeout",
     "running timeout",
     "transfer timeout",
+    "host error",
     "grammar timeout",
     "grammar",
     "deadline",
@@ -29,6 +30,7 @@ FAILURES = (
     "scripted aborted",
     "scripted dropped",
     "scripted cudaErrorSimulated",
+    "scripted host",
 )
 COMMANDS = (
     "done: pause in_place barrier",
@@ -63,7 +65,9 @@ def required(sizes: Sequence[int]) -> Iterable[str]:
     yield from (f"abort while {state}" for state in ABORTS)
     yield from ("abort while queued", "abort in the final forward", "caller stops waiting")
     yield from COMMANDS
+    yield from ("ending: healed", "ending: drained in the middle", "ending: device lost")
     if max(sizes) > 1:
+        yield "ending: rank lost"
         yield from (
             "device error on some ranks only",
             "vote that waits for a rank",

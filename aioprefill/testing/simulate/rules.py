@@ -41,36 +41,40 @@ class LoopRules:
     def __repr__(self) -> str:
         return f"<LoopRules flying={list(self.flying)} launched={self.launched}>"
 
-    def called(self, token: CallToken, description: bytes) -> None:
-        """A host call was made. Raises `Violation`."""
+    def calling(self, token: CallToken) -> None:
+        """A host call is about to be made. Raises `Violation`."""
         kind = token.kind
         if self._prepared and kind != "launch":
             raise self._violate(f"{kind} came between a batch and its launch")
         match kind:
             case "prepare":
-                self._prepare(token, description)
+                self._prepare(token)
             case "launch":
                 self._launch(token)
             case "process_result" | "fail_result":
                 self._result(token, token.detail)
+            case "on_idle":
+                self._idle()
+
+    def called(self, token: CallToken, description: bytes) -> None:
+        """It was made. Raises `Violation`."""
+        match token.kind:
+            case "prepare":
+                self._prepared = bool(description)
             case "ingest":
                 self._ingest(token, _ingested.decode(description))
             case "begin_drain":
                 self._exiting = True
                 self.held = False
-            case "on_idle":
-                self._idle()
-        self._previous = kind
+        self._previous = token.kind
 
-    def _prepare(self, token: CallToken, description: bytes) -> None:
+    def _prepare(self, token: CallToken) -> None:
         last = self.flying[0] if self.flying else -1
         if token.detail != last:
             raise self._violate(f"bookkeeping names forward {token.detail}, the last batch is {last}")
         self._named = token.detail
         if token.flags & ADMIT and (self._paused or self.held or self._exiting):
             raise self._violate("a batch was looked for while paused, held or draining")
-        if description:
-            self._prepared = True
 
     def _launch(self, token: CallToken) -> None:
         if not self._prepared:

@@ -15,9 +15,10 @@ from aioprefill.errors import DeviceError
 from aioprefill.testing.host import FakeForward, FakePiece
 from aioprefill.testing.ranked_host import RankedFakeHost
 from aioprefill.testing.simulate.draws import Draws, Run
+from aioprefill.testing.simulate.endings import PATIENCE_S
 from aioprefill.testing.simulate.story import Story
 from aioprefill.testing.simulate.twins import State
-from aioprefill.testing.simulate.world import PATIENCE_S, Move, World
+from aioprefill.testing.simulate.world import Move, World
 from aioprefill.tp_agree import CallToken
 
 CHUNK_TOKENS = 100
@@ -54,7 +55,7 @@ class SimulatedHost(RankedFakeHost):
         if run.error:
             self._story.counters["device error on some ranks only"] += run.alone
             self._story.event("device error", f"forward {forward.number} on rank {self._rank}")
-            forward.completion.fail(DeviceError(run.error, "by chance", sticky=False))
+            forward.completion.fail(DeviceError(run.error, "by chance", sticky=run.sticky))
         else:
             self._story.event("forward ended", f"{forward.number} on rank {self._rank}")
             forward.completion.complete()
@@ -215,7 +216,6 @@ class ScriptedWorld(World):
 
     async def come_to_an_end(self) -> None:
         """See `World.come_to_an_end`."""
-        self.story.event("healed")
         self.draws.devices.faulty = 0.0
         if self._pausing:
             self._resume()
@@ -224,11 +224,17 @@ class ScriptedWorld(World):
                 break
             self._bootstrap()
             await asyncio.sleep(0.1)
-            self._raise_what_broke()
+            self.raise_what_broke()
         await asyncio.sleep(2.0)
         for rank, host in enumerate(self.hosts):
             assert not host.open_requests(), f"rank {rank} is left with {host.open_requests()}"
             assert not host.in_flight, f"rank {rank} has forwards without a result"
+
+    def provoke(self) -> None:
+        """See `World.provoke`."""
+        if self._pausing:
+            self._resume()
+        self._arrive()
 
     def check_end(self, *, healed: bool) -> None:
         """See `World.check_end`."""

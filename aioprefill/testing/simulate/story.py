@@ -19,6 +19,8 @@ class Story:
         self.counters: Counter[str] = Counter()
         self.events = 0
         """Things that happened from outside, and ends of forwards and transfers."""
+        self.breaking = False
+        """The loop is meant to stop with an error."""
         self.violation: str | None = None
         """The first rule that was broken."""
 

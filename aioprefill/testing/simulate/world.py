@@ -15,6 +15,13 @@ from aioprefill.host import ReplicatedHost
 from aioprefill.scheduler import PrefillScheduler
 from aioprefill.testing.rank_links import MemoryRanks
 from aioprefill.testing.simulate.draws import Draws
+from aioprefill.testing.simulate.endings import (
+    Ending,
+    bring_about,
+    check_leader_broke,
+    draw_ending,
+    end_followers,
+)
 from aioprefill.testing.simulate.rules import LoopRules
 from aioprefill.testing.simulate.story import Story
 from aioprefill.testing.simulate.twins import Made, State, Twins
@@ -24,8 +31,6 @@ Move = tuple[Callable[[], None], float]
 """A move, and its weight against the others."""
 RAISED = msgspec.msgpack.encode({"raised": ""})[:-1]
 """How the description of a call begins that has raised: the error is on its way already."""
-PATIENCE_S = 120.0
-"""Virtual seconds in which everything has to end once nothing goes wrong any more."""
 
 
 class World:
@@ -48,6 +53,8 @@ class World:
         self.twins = Twins(size, story.violate)
         self.followers: list[Follower] = []
         self.following: list[asyncio.Task[None]] = []
+        self.lost: int | None = None
+        """A rank that went away."""
 
     # What a kind of world is
 
@@ -83,6 +90,10 @@ class World:
         """Everything goes well from now on: wait until nothing is left. Raises `AssertionError`."""
         raise NotImplementedError
 
+    def provoke(self) -> None:
+        """Do what lets the device run: resume, and bring a request."""
+        raise NotImplementedError
+
     def check_end(self, *, healed: bool) -> None:
         """What holds when all is over. Raises `AssertionError`."""
         raise NotImplementedError
@@ -91,24 +102,24 @@ class World:
 
     async def play(self, moves: int, events: int) -> None:
         """The whole life of a scheduler, with at least so many of both. Raises what breaks it."""
-        pick = self.draws.moves
         self._start_followers()
-        async with self.scheduler:
-            self.scheduler._runner_of_calls.observers.append(self._led)  # behind the digest's
-            self.started()
-            while self.story.counters["moves"] < moves or self.story.events < events:
-                await self._move()
-            healed = pick.random() < 0.6
-            if healed:
-                await self.come_to_an_end()
-                await self._drain(5.0)
-            else:
-                self.story.event("drain in the middle")
-                await self._drain(pick.choice((0.0, 0.1, 1.0, 20.0)))
-            self._raise_what_broke()
-        await self._end_followers()
+        ending = draw_ending(self)
+        try:
+            async with self.scheduler:
+                self._watch_calls()
+                self.started()
+                while self.story.counters["moves"] < moves or self.story.events < events:
+                    await self._move()
+                await bring_about(self, ending)
+        except AioprefillError as error:
+            if not ending.breaks:
+                raise
+            check_leader_broke(self, ending, error)
+        await end_followers(self, ending)
         await asyncio.sleep(1.0)  # commands that wait for one another get their answers one by one
-        self.check_end(healed=healed)
+        self.check_end(healed=ending is Ending.HEALED)
+        if self.story.violation is not None:
+            raise self.story.violate(self.story.violation)
 
     def started(self) -> None:
         """The scheduler runs."""
@@ -129,7 +140,7 @@ class World:
         self.story.counters["moves"] += 1
         chosen()
         await self._wait(pick.random())
-        self._raise_what_broke()
+        self.raise_what_broke()
         self.check()
 
     async def _wait(self, chance: float) -> None:
@@ -141,7 +152,7 @@ class World:
         else:
             await asyncio.sleep(self.draws.moves.choice((0.0005, 0.005, 0.02, 0.05, 0.1, 0.3)))
 
-    def _raise_what_broke(self) -> None:
+    def raise_what_broke(self) -> None:
         """Raises what has ended the loop, a rule's violation first."""
         if self.story.violation is not None:
             raise self.story.violate(self.story.violation)
@@ -153,41 +164,6 @@ class World:
                 if error is not None:
                     raise error
                 raise self.story.violate(f"{task.get_name()} has ended too early")
-
-    async def _drain(self, timeout_s: float) -> None:
-        before = set(self.scheduler._host.open_requests())
-        report = await self.scheduler.drain(timeout_s)
-        told = [*report.finished, *report.dropped]
-        if len(set(told)) != len(told) or not before <= set(told):
-            raise self.story.violate(f"the report of a drain is wrong: {report}, open were {sorted(before)}")
-        self.story.counters["dropped by a drain"] += len(report.dropped)
-
-    async def _end_followers(self) -> None:
-        if self.following:
-            await asyncio.wait(self.following, timeout=PATIENCE_S)
-        for rank, task in enumerate(self.following, 1):
-            if not task.done():
-                raise self.story.violate(f"rank {rank} does not end: {self.followers[rank - 1]!r}")
-            task.result()
-        ends = self.twins.next_calls
-        if any(end != ends[0] for end in ends):
-            raise self.story.violate(f"ranks have made different numbers of calls: {list(ends)}")
-        self._check_votes()
-
-    def _check_votes(self) -> None:
-        """One vote for each forward, but for those that a drain has left behind."""
-        if self.ranks is None:
-            return
-        votes, launched, left = self.ranks.collectives, self.rules.launched, self.rules.depth
-        if not launched - left <= votes <= launched:
-            raise self.story.violate(
-                f"{votes} votes were held on {launched} forwards, {left} were left behind"
-            )
-        core = self.scheduler._core
-        if core is not None and core.digest is not None:
-            digests = {core.digest.value, *(follower.digest for follower in self.followers)}
-            if len(digests) > 1:
-                raise self.story.violate(f"ranks end with different digests: {sorted(digests)}")
 
     async def command(self, what: str, make: Callable[[], Awaitable[Any]]) -> bool:
         """Carry out a command; False: it was refused. Cancelling it cancels the command."""
@@ -204,6 +180,18 @@ class World:
         return True
 
     # Host calls
+
+    def _watch_calls(self) -> None:
+        """Of the leader: before they are made, and behind the digest's observer."""
+        runner = self.scheduler._runner_of_calls
+        run = runner.run
+
+        def checked(token: CallToken) -> Any:
+            self.rules.calling(token)
+            return run(token)
+
+        runner.run = checked  # type: ignore[method-assign]
+        runner.observers.append(self._led)
 
     def _led(self, token: CallToken, description: bytes) -> None:
         """A host call of the leader."""
