@@ -126,6 +126,7 @@ class Run:
     preparations_at_result: list[int] = field(default_factory=list)
     """How many looks for a batch there had been at each result."""
     delayed_samples: int = 0
+    health_at: list[float] = field(default_factory=list)
     sent_at: dict[str, float] = field(default_factory=dict)
     """When the last chunk of a request was sent."""
     stats: Any = None
@@ -148,7 +149,10 @@ class ScriptedReceiver:
         self._left = deque(arrivals)
         self._until = until
         self._wanted = {
-            a.message.rid for a in self._left if type(a.message).__name__ == "TokenizedGenerateReqInput"
+            a.message.rid
+            for a in self._left
+            if type(a.message).__name__ == "TokenizedGenerateReqInput"
+            and not a.message.rid.startswith("HEALTH_CHECK")
         }
         self._ended = False
 
@@ -186,6 +190,25 @@ class ScriptedReceiver:
         return self._wanted <= self._run.outcomes.keys() and self._bench.quiet()
 
 
+class SocketReceiver:
+    """SGLang's own receiver on its own sockets, with what it receives written down."""
+
+    def __init__(self, receiver: Any, run: Run) -> None:
+        self._receiver = receiver
+        self._run = run
+        self.recv_from_tokenizer = receiver.recv_from_tokenizer
+        self.recv_from_rpc = receiver.recv_from_rpc
+
+    def recv_requests(self, local_reqs: Sequence[Any] | None = None) -> list[Any]:
+        """See SGLang's receiver."""
+        self._run.calls += 1
+        received: list[Any] = self._receiver.recv_requests(local_reqs=local_reqs)
+        for message in received:
+            if getattr(message, "rid", None):
+                self._run.seen_at.setdefault(message.rid, time.monotonic())
+        return received
+
+
 class Recorder:
     """Takes the place of the output streamer and of the sender to the tokenizer."""
 
@@ -215,6 +238,9 @@ class Recorder:
     def send_output(self, output: Any, recv_obj: Any = None) -> None:
         """Write down what goes to the tokenizer."""
         self._run.controls.append(output)
+        if type(output).__name__ == "HealthCheckOutput":
+            self._run.order.append("health")
+            self._run.health_at.append(time.monotonic())
 
 
 class Bench:
@@ -230,6 +256,11 @@ class Bench:
         gc.collect()
         gc.freeze()  # SGLang collects garbage whenever its cache is flushed, which is between any two runs
 
+    @property
+    def receiver(self) -> Any:
+        """The scheduler's own one."""
+        return self._originals["request_receiver"]
+
     def quiet(self) -> bool:
         """Nothing is under way."""
         return bool(self.scheduler.is_fully_idle())
@@ -237,8 +268,9 @@ class Bench:
     def run(
         self,
         loop: str,
-        arrivals: Iterable[Arrival],
+        arrivals: Iterable[Arrival] = (),
         *,
+        receiver: Any = None,
         delay_s: Callable[[int], float | None] | float | None = 0.004,
         peers: dict[str, Peer] | None = None,
         until: Moment | None = None,
@@ -247,7 +279,8 @@ class Bench:
     ) -> Run:
         """Run `loop` ("blocking", "polling" or "plugin") on the script.
 
-        `until` shuts the loop down at that moment instead of when every request has its outcome.
+        With a `receiver` of SGLang's kind that one is used, and there is no script. `until` shuts the loop
+        down at that moment instead of when every request has its outcome.
         """
         scheduler, run = self.scheduler, Run(loop)
         before = _resources(scheduler)
@@ -255,7 +288,8 @@ class Bench:
         BOOK.clear()
         rooms = self._rooms(arrivals, peers or {})
         self.copies = Copies(delay_s if callable(delay_s) else lambda _: delay_s)
-        self._attach(run, ScriptedReceiver(self, run, arrivals, until))
+        own = None if receiver is None else SocketReceiver(receiver, run)
+        self._attach(run, own or ScriptedReceiver(self, run, arrivals, until))
         prepare(run)
         run.started = time.monotonic()
         try:
@@ -268,8 +302,8 @@ class Bench:
             for room, rid in rooms.items():
                 if room in BOOK.sends:
                     run.sends[rid] = list(BOOK.sends[room])
-            run.sent_at = {rooms[room]: at for room, at in BOOK.sent_at.items()}
-            run.send_order = [rooms[room] for room in BOOK.order]
+            run.sent_at = {rooms[room]: at for room, at in BOOK.sent_at.items() if room in rooms}
+            run.send_order = [rooms[room] for room in BOOK.order if room in rooms]
             run.state = _resources(scheduler)
             self._detach()
         if clean:
@@ -285,7 +319,7 @@ class Bench:
                 BOOK.peers[message.bootstrap_room] = peers.get(message.rid, Peer())
         return rooms
 
-    def _attach(self, run: Run, receiver: ScriptedReceiver) -> None:
+    def _attach(self, run: Run, receiver: Any) -> None:
         scheduler, recorder, originals = self.scheduler, Recorder(run), self._originals
 
         def run_batch(batch: Any) -> Any:

@@ -70,7 +70,6 @@ class SglangHost:
         self._input_poll_s = input_poll_s
         self._forwards: deque[SglangForward] = deque()
         self._barrier_pending = False
-        self._draining = False
         self._follows = False
         self._given = b""
         self._sockets: InputSockets | None = None
@@ -296,7 +295,7 @@ class SglangHost:
 
     def begin_drain(self, now: float) -> None:
         """See `PrefillHost.begin_drain`. What was not launched is left to SGLang, which ends its process."""
-        self._draining = True
+        self._scheduler.gracefully_exit = True
 
     def end_drain(self, now: float) -> None:
         """See `PrefillHost.end_drain`."""
@@ -304,14 +303,19 @@ class SglangHost:
     def open_requests(self) -> Sequence[str]:
         """See `PrefillHost.open_requests`. In a drain only those that will still end: no half prompts."""
         scheduler = self._scheduler
-        chunked = scheduler.chunked_req
-        launched = [r for f in self._forwards for r in f.batch.reqs if not (self._draining and r is chunked)]
-        requests = [*launched, *scheduler.disagg_prefill_inflight_queue]
-        if not self._draining:
-            waiting = scheduler.disagg_prefill_bootstrap_queue.queue
-            half = [] if chunked is None else [chunked]
-            requests += [*half, *scheduler.waiting_queue, *waiting, *scheduler.grammar_manager.grammar_queue]
-        return list(dict.fromkeys(request.rid for request in requests))
+        if not scheduler.gracefully_exit:
+            return self.unfinished()
+        launched = [r for f in self._forwards for r in f.batch.reqs if r is not scheduler.chunked_req]
+        return _ids([*launched, *scheduler.disagg_prefill_inflight_queue])
+
+    def unfinished(self) -> Sequence[str]:
+        """Ids of all requests that SGLang's scheduler still has."""
+        scheduler = self._scheduler
+        launched = [request for forward in self._forwards for request in forward.batch.reqs]
+        half = [] if scheduler.chunked_req is None else [scheduler.chunked_req]
+        waiting = [*scheduler.waiting_queue, *scheduler.disagg_prefill_bootstrap_queue.queue]
+        moving = scheduler.disagg_prefill_inflight_queue
+        return _ids([*moving, *launched, *half, *waiting, *scheduler.grammar_manager.grammar_queue])
 
     def stats(self) -> Mapping[str, int | float | str]:
         """See `PrefillHost.stats`."""
@@ -356,6 +360,10 @@ class SglangHost:
     def restart(self, now: float) -> None:
         """See `ReplicatedHost.restart`."""
         raise AssertionError("an SGLang host is never at rest")
+
+
+def _ids(requests: Sequence[Any]) -> list[str]:
+    return list(dict.fromkeys(request.rid for request in requests))
 
 
 def _aborted(request: Any) -> bool:

@@ -64,9 +64,9 @@ async def _serve(scheduler: Any, config: SglangConfig, cuda: Any, release: str, 
         on_entered(running)
         await _either(exiting.wait(), running.wait_stopped())
         if exiting.is_set():
-            report = await running.drain(config.shutdown_timeout_s)
-            if report.dropped:
-                logger.warning("not finished at shutdown: %s", ", ".join(report.dropped))
+            await running.drain(config.shutdown_timeout_s)
+            if left := host.unfinished():
+                logger.warning("not finished at shutdown: %s", ", ".join(left))
 
 
 async def _either(*waits: Any) -> None:
