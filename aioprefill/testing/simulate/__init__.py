@@ -6,6 +6,7 @@ call of every rank. Run it by `python -m aioprefill.testing.simulate`.
 
 - `clock`: the loop. `draws`: the random numbers. `story`: what is told and counted.
 - `rules`: the order of host calls. `twins`: ranks do the same. `native_rules`, `outcomes`: the native host.
-- `native`, `scripted`: the two kinds of worlds, over what they share in `world`.
-- `schedule` plays one seed; `pool` many; `bugs` plants mistakes that have to be found.
+- `native`, `scripted`: the two kinds of worlds, over what they share in `world`; `endings`: how they end.
+- `schedule` plays one seed; `pool` many; `reach` says what they must have reached.
+- `bugs`: mistakes that have to be found.
 """

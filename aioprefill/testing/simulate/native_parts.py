@@ -1,4 +1,4 @@
-"""Device and KV transfer of one rank: whatever takes time takes it by the schedule's draws."""
+"""Settings, device, grammars and KV transfer of one rank: what takes time takes it by the schedule's draws."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from aioprefill.config import NativeConfig
 from aioprefill.engine.grammar_port import Outcome
 from aioprefill.engine.port import SampledToken, Span
 from aioprefill.errors import DeviceError, ModelError
+from aioprefill.native.policy import POLICIES
 from aioprefill.testing.engine import FakeEngine, FakeEngineForward, fake_spec
 from aioprefill.testing.grammars import FakeGrammars
 from aioprefill.testing.simulate.draws import Draws, Run
@@ -24,6 +26,27 @@ PAGE = 16
 PEERS = ("p0", "p1", "p2")
 UNREADABLE = "unreadable"
 """Weights that no rank can read."""
+
+
+def draw_config(draws: Draws) -> NativeConfig:
+    """Settings of a world: the same on all ranks."""
+    pick = draws.world
+    limit = (None, None, 0.3, 5.0)
+    return NativeConfig(
+        chunk_tokens=pick.choice((16, 32, 64)),
+        max_batch_requests=pick.choice((1, 2, 8)),
+        max_queue_requests=pick.choice((6, 1000)),
+        policy=pick.choice(sorted(POLICIES)),
+        policy_max_wait_s=pick.choice((0.0, 0.5, 5.0)),
+        late_deadlines=pick.choice(("refuse", "serve")),
+        max_chunk_share=pick.choice((0.5, 1.0)),
+        optimistic=pick.random() < 0.5,
+        prefix_cache=pick.random() < 0.8,
+        handshake_timeout_s=pick.choice((0.3, 2.0, 20.0)),
+        queue_timeout_s=pick.choice(limit),
+        running_timeout_s=pick.choice(limit),
+        transfer_timeout_s=pick.choice((0.3, 2.0, 20.0)),
+    )
 
 
 class SimulatedEngine(FakeEngine):
