@@ -1,4 +1,4 @@
-"""Settings, device, grammars and KV transfer of one rank: what takes time takes it by the schedule's draws."""
+"""Settings, device, grammars and KV transfer of a rank: what takes time takes it by the schedule's draws."""
 
 from __future__ import annotations
 
