@@ -1,8 +1,8 @@
 """Ranks as processes, for tests. `rank_process.py` imports what a rank needs once, and forks ranks when told.
 
 A line on stdin is a `Job`. What happens is told in lines of JSON on stdout, each with its rank: what ranks
-say, and at last how each of them has ended. A rank plays its scenarios one after the other, each over sockets of
-its own, and leaves what it saw in `FOLDER/rank-N.json`; or it is a rank of `aioprefill serve`, from its
+say, and at last how each of them has ended. A rank plays its scenarios one after the other, each over sockets
+of its own, and leaves what it saw in `FOLDER/rank-N.json`; or it is a rank of `aioprefill serve`, from its
 command line on. A rank ends as a rank of `serve` does: when another one is lost, by `leave`.
 """
 

@@ -15,9 +15,12 @@ import numpy as np
 import pytest
 from rank_forks import Event, Forge, Ranks, running
 
+from aioprefill.errors import HostError, WireError
 from aioprefill.process import EXIT_RANK_LOST
+from aioprefill.testing.models import make_tiny_llama
 from aioprefill.wire.client import PairClient
 from aioprefill.wire.messages import Accepted
+from aioprefill.wire.stream import TokenStream
 
 SCENARIOS = {
     "in turn": ("ready_in_turn", {}),
@@ -136,7 +139,7 @@ def test_A4_timeouts_are_the_leaders_and_fall_on_the_same_call(played: dict[str,
     decided_alike(both)
     assert both[0]["failed"] == both[1]["failed"]
     failed = dict(both[0]["failed"])
-    assert list(failed) == ["r2", "r1", "r3"]
+    assert list(failed) == ["r2", "r3", "r1"]
     assert "running timeout" in failed["r1"] and "queue timeout" in failed["r2"]
     assert both[0]["answers"] == ["token of r0", *(failed[f"r{n}"] for n in (1, 2, 3)), "token of r4"]
 
@@ -284,7 +287,7 @@ def test_R2_a_rank_that_is_killed_or_stopped_is_named_by_the_others(
 def test_R2_a_rank_that_hangs_or_differs_by_itself_is_named_by_all(
     forge: Forge, tmp_path: Path, moment: str, cause: str, victim: int
 ) -> None:
-    """Its device never ends, a host call blocks, or it plans other chunks; it is alive, and ends with them."""
+    """Its device never ends, a host call blocks, or it plans other chunks; it ends with the others."""
     lost = ("lost", {"moment": moment, "victim": victim})
     job = {"timeout_s": TIMEOUT_S, "beat_s": BEAT_S, "scenarios": [lost]}
     with running(forge, tmp_path / "ranks", 3, **job) as ranks:
@@ -299,3 +302,57 @@ def test_R2_a_rank_that_hangs_or_differs_by_itself_is_named_by_all(
             assert ranks.ends[rank]["code"] == EXIT_RANK_LOST
         if 0 not in stuck:
             answered(ranks, victim, 4)
+
+
+@pytest.fixture(scope="module")
+def long_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that takes long prompts, so that a forward takes a while."""
+    return make_tiny_llama(tmp_path_factory.mktemp("models") / "long-llama", context=16_384)
+
+
+async def until_in_flight(client: PairClient) -> list[TokenStream]:
+    """Three requests, the first of them being computed for the next half second or so."""
+    prompt = np.arange(12_000) % 250
+    streams = [client.submit(prompt + number, request_id=f"r{number}") for number in range(3)]
+    while (await client.stats())["in_flight"] == 0:
+        pass
+    return streams
+
+
+async def served(ranks: Ranks, endpoint: str, moment: str, victim: int, number: signal.Signals) -> float:
+    """Serve, bring the victim down, and see that each open request gets its one answer. When it was hit."""
+    async with PairClient(endpoint, timeout_s=30.0) as client, asyncio.timeout(60):
+        first = client.submit(np.arange(100), request_id="first")
+        assert len([token async for token in first]) == 1
+        streams = await until_in_flight(client) if moment == "forward" else []
+        at = ranks.signal(victim, number)
+        for stream in streams:
+            with pytest.raises((HostError, WireError)) as caught:
+                _ = [token async for token in stream]
+            if victim:  # rank 0 is there to answer; else the client sees that it is not
+                assert str(caught.value).startswith("the scheduler stopped: rank 1 has ")
+    return at
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("moment", ["idle", "forward"])
+def test_R2_a_serving_rank_that_is_killed_or_stopped_is_named_and_requests_are_answered(
+    forge: Forge, long_llama: Path, tmp_path: Path, moment: str, number: signal.Signals, victim: int
+) -> None:
+    """`aioprefill serve --tp 2`: the other rank leaves by the exit code of a lost rank, at once."""
+    options = ["--tp", "2", "--rank-timeout-s", "2", "--listen", "tcp://127.0.0.1:0"]
+    options += ["--model", str(long_llama), "--dtype", "fp32", "--kv-memory", "64MiB", "--threads", "1"]
+    options += ["--chunk-tokens", "16384"]
+    with running(forge, tmp_path / "ranks", 2, serve=options) as ranks:
+        (ready,) = ranks.wait_said("printed", {0})
+        endpoint = ready["text"].split("endpoint=")[1].split()[0]
+        at = asyncio.run(served(ranks, endpoint, moment, victim, number))
+        ranks.wait_said("ended", {1 - victim})
+        end, printed = ranks.ends[1 - victim], ranks.printed(1 - victim)
+    killed = number is signal.SIGKILL
+    cause = "has closed its connection" if killed else r"has been silent for \d\.\d s"
+    assert end["code"] == EXIT_RANK_LOST
+    assert re.search(rf"error: rank {victim} {cause}", printed), printed
+    # two beats of a second, the forward that hangs gets another one, and a busy machine
+    assert end["at"] - at < (0.0 if killed else 2.0) + 2.0 + 1.0 + SLACK_S + 2.0

@@ -16,14 +16,17 @@ def write_tests(folder: Path, names: list[str]) -> None:
     lines = [f"def {name}(): ..." for name in names[:half]]
     lines += ["class TestRows:", *(f"    async def {name}(self): ..." for name in names[half:])]
     (folder / "sub").mkdir()
+    with_processes = [row for row, found in load_rows().items() if found.processes]
+    shown = "\n".join(f"def test_{row}_with_processes(): ..." for row in with_processes)
+    (folder / "test_ranks_rows.py").write_text(shown)
     (folder / "sub" / "test_made.py").write_text("import nothing_of_that_name\n" + "\n".join(lines))
 
 
 def test_complete_rows_pass_and_each_is_listed_with_its_tests(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One test per row, two rows in one name, and rows of other issues: exit code 0."""
-    write_tests(tmp_path, [f"test_{row}_works" for row in load_rows()] + ["test_T5_C1_both", "test_R1_x"])
+    """One test per row, and two rows in one name: exit code 0."""
+    write_tests(tmp_path, [f"test_{row}_works" for row in load_rows()] + ["test_T5_C1_both"])
     assert main(["--tests", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["missing"] == found["unknown"] == []
@@ -37,6 +40,17 @@ def test_a_row_without_a_test_fails_by_its_name(tmp_path: Path, capsys: pytest.C
     write_tests(tmp_path, [f"test_{row}_works" for row in load_rows() if row != "L1"] + ["test_what_L1_does"])
     assert main(["--tests", str(tmp_path)]) == 1
     assert "; without: L1\n" in capsys.readouterr().out
+
+
+def test_a_row_that_is_not_shown_with_processes_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Though it has a test elsewhere."""
+    write_tests(tmp_path, [f"test_{row}_works" for row in load_rows()])
+    (tmp_path / "test_ranks_rows.py").write_text("def test_L8_P1_A4_R1_R3_with_processes(): ...")
+    assert main(["--tests", str(tmp_path)]) == 1
+    assert "NO TEST IN test_ranks_rows.py\n" in (printed := capsys.readouterr().out)
+    assert "; without: R2\n" in printed
 
 
 def test_a_test_of_an_unknown_row_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """Which test covers which row: `python -m aioprefill.testing.rows [--tests FOLDER] [--json]`.
 
-Tests are found by their names, without importing them. Exit code 1 when a row has none, or a test names a
-row that does not exist.
+Tests are found by their names, without importing them. Exit code 1 when a row has none, or none with real
+processes where it must, or a test names a row that does not exist.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from importlib import resources
 from pathlib import Path
 
 ROW_IDS = re.compile(r"test_((?:[A-Z]\d+_)+)")
-OTHERS = frozenset("R")
-"""Sections whose rows are shown elsewhere: tests may name them."""
 
 
 @dataclass(slots=True)
@@ -28,12 +26,26 @@ class Row:
 
     title: str
     tests: list[str] = field(default_factory=list)
+    processes: str = ""
+    """File that must have one of them; "": any has."""
+
+    @property
+    def missing(self) -> str:
+        """What it lacks, in words; "" for nothing."""
+        if not self.tests:
+            return "NO TEST"
+        shown = not self.processes or any(test.startswith(f"{self.processes}::") for test in self.tests)
+        return "" if shown else f"NO TEST IN {self.processes}"
 
 
 def load_rows() -> dict[str, Row]:
     """The rows by id, in order, without tests."""
     text = resources.files("aioprefill.testing").joinpath("rows.toml").read_text(encoding="utf-8")
-    return {row: Row(title) for row, title in tomllib.loads(text)["rows"].items()}
+    found = tomllib.loads(text)
+    rows = {row: Row(title) for row, title in found["rows"].items()}
+    for row in found["processes"]["rows"]:
+        rows[row].processes = found["processes"]["file"]
+    return rows
 
 
 def named_tests(folder: Path) -> Iterator[tuple[str, list[str]]]:
@@ -51,7 +63,7 @@ def coverage(folder: Path) -> tuple[dict[str, Row], list[str]]:
         for row in ids:
             if row in rows:
                 rows[row].tests.append(test)
-            elif row[0] not in OTHERS:
+            else:
                 strangers.append(test)
     return rows, strangers
 
@@ -65,14 +77,14 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.tests.is_dir():
         parser.error(f"there is no folder {options.tests}: run it at the top of a checkout, or give --tests")
     rows, strangers = coverage(options.tests)
-    missing = [row for row, found in rows.items() if not found.tests]
+    missing = [row for row, found in rows.items() if found.missing]
     if options.json:
         table = {name: {"title": row.title, "tests": row.tests} for name, row in rows.items()}
         print(json.dumps({"rows": table, "missing": missing, "unknown": strangers}, indent=2))
     else:
         for name, row in rows.items():
             print(f"{name:<4} {row.title}")
-            print("\n".join(f"       {test}" for test in row.tests) or "       NO TEST")
+            print("\n".join(f"       {line}" for line in (*row.tests, row.missing) if line))
         print(f"{len(rows) - len(missing)} of {len(rows)} rows have tests", end="")
         print(f"; without: {', '.join(missing)}" if missing else "")
         print("".join(f"unknown row: {test}\n" for test in strangers), end="")
