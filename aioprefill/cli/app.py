@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import aioprefill
-from aioprefill.cli import config_command, ctl, decode, demo, generate, keygen, model, replay, serve
+from aioprefill.cli import config_command, ctl, decode, demo, generate, keygen, model, replay, serve, sglang
 
 app = typer.Typer(
     name="aioprefill",
@@ -41,7 +41,7 @@ def _options(
     pass
 
 
-for part in (serve, decode, generate, demo, replay, config_command, keygen):
+for part in (serve, decode, generate, demo, sglang, replay, config_command, keygen):
     part.register(app)
 app.add_typer(ctl.app, name="ctl")
 app.add_typer(model.app, name="model")

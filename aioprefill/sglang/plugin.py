@@ -23,6 +23,8 @@ from aioprefill.sglang.contract import instance_faults, release_fault
 logger = logging.getLogger(__name__)
 
 VARIABLE = "AIOPREFILL"
+ENTRY_POINT = "aioprefill"
+"""Its name in the group `sglang.srt.plugins`."""
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 OVERLAP_LOOP = "event_loop_overlap_disagg_prefill"
 OTHER_LOOPS = ("event_loop_normal_disagg_prefill", "event_loop_pp_disagg_prefill")
