@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from aioprefill.control import AbortMatching, Command, FlushCache, Pause, PauseMode, Resume, UpdateWeights
-from aioprefill.errors import ControlError
+from aioprefill.errors import ControlError, HostError
 from aioprefill.loop_core import LoopCore
 from aioprefill.pipeline import Pipeline
 from aioprefill.request import PrefillHandle, PrefillRequest
@@ -70,8 +70,8 @@ class Operations:
 
         With `barrier` it returns when every forward launched before is agreed complete on all ranks too, so
         that nothing touches the weights; its result may stay unprocessed. Modes `wait` and `abort` are
-        always barriers. Raises `ControlError` when paused already, or the mode is unknown. Cancelling the
-        wait does not undo the pause.
+        always barriers. Raises `ControlError` when paused already, or the mode is unknown; `HostError` when
+        the scheduler stops meanwhile. Cancelling the wait does not undo the pause.
         """
         try:
             mode = PauseMode(mode)
@@ -136,8 +136,15 @@ class Operations:
         return await answer
 
     async def _wait_agreed(self, number: int) -> None:
-        """Return when every forward launched before `number` is agreed complete, or the loop has ended."""
+        """Return when every forward launched before `number` is agreed complete.
+
+        Raises `HostError` when the loop has ended before: nobody knows what its forwards touch.
+        """
         core = self._core
         assert core is not None
-        while self._running and not self._pipeline.agreed_before(number):
+        while not self._pipeline.agreed_before(number):
+            if not self._running:
+                raise HostError(
+                    "the scheduler stopped before the forwards were done that the pause waited for"
+                )
             await core.signals.progress.wait()

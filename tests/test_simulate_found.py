@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aioprefill.config import NativeConfig
+from aioprefill.config import NativeConfig, SchedulerConfig
 from aioprefill.control import AbortMatching
-from aioprefill.errors import AioprefillError
+from aioprefill.errors import AioprefillError, HostError
 from aioprefill.follower import Follower
 from aioprefill.native.host import NativeHost
 from aioprefill.native.memory import KVMemory
@@ -129,3 +129,20 @@ async def test_R4_a_pause_right_behind_a_resume_waits_for_the_step_behind_the_ke
             await settle()
             engine.forwards[number].complete()
         await handle
+
+
+@virtual_time
+async def test_R4_a_barrier_does_not_return_when_the_scheduler_stops_with_a_forward_running() -> None:
+    """Whoever waits for it wants to touch the weights."""
+    host = NativeHost(FakeEngine(), config=NativeConfig(chunk_tokens=16, max_chunk_share=1.0))
+    async with PrefillScheduler(host, SchedulerConfig(drain_timeout_s=1.0)) as scheduler:
+        handle = scheduler.submit(PrefillRequest(range(1, 65)))
+        await settle()
+        pause = asyncio.create_task(scheduler.pause("in_place", barrier=True))
+        await settle()
+        host.engine.forwards[0].complete()
+        await settle()
+        assert scheduler.stats().paused and not pause.done()
+    with pytest.raises(HostError, match="stopped before the forwards were done"):
+        await pause
+    assert handle.done
