@@ -33,7 +33,7 @@ from aioprefill.testing.simulate.world import Move, World
 
 FAMILIES = 4
 """Prompts of one family share their beginnings."""
-GRAMMARS = ("{}", "bad", '{"a": 1}', '{"a": 2}', '{"a": 3}')
+GRAMMARS = ("one", "two", "three", "bad")
 PAUSES = ("in_place", "in_place", "retract", "retract", "wait", "abort")
 
 
@@ -119,7 +119,7 @@ class NativeMoves(World):
             (family + 1) * 100 + (np.arange(length) * 7 + 1) % 97,
             request_id=name,
             peer=None if pick.random() < 0.3 else pick.choice(PEERS),
-            grammar=GrammarSpec("json_schema", pick.choice(GRAMMARS)) if pick.random() < 0.12 else None,
+            grammar=GrammarSpec("regex", pick.choice(GRAMMARS)) if pick.random() < 0.12 else None,
             priority=pick.randint(0, 2),
             deadline_s=pick.choice((None, None, None, 0.2, 5.0)),
             timeouts=Timeouts(
