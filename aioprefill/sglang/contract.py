@@ -50,6 +50,7 @@ ATTRIBUTES = (
     "grammar_manager.grammar_queue",
     "grammar_manager.has_waiting_grammars",
     "idle_sleeper",
+    "internal_state.get_internal_state",
     "last_batch",
     "load_inquirer.get_loads",
     "load_publisher.publish_load_stat",

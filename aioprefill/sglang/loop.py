@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from aioprefill.config import SglangConfig
@@ -12,6 +12,7 @@ from aioprefill.errors import HostLeft
 from aioprefill.scheduler import PrefillScheduler
 from aioprefill.sglang.completion import Pacing, cuda_for
 from aioprefill.sglang.host import SglangHost
+from aioprefill.sglang.server_info import Plain, told_in_server_info
 from aioprefill.timerfd import FineTimer
 from aioprefill.version import __version__
 
@@ -60,9 +61,11 @@ async def _serve(scheduler: Any, config: SglangConfig, cuda: Any, release: str, 
     host.on_exiting = exiting.set
     running = PrefillScheduler(host, config.loop)
     async with running:
-        logger.info(describe(scheduler, config, pacing, release))
+        facts = facts_of(scheduler, config, pacing, release)
+        logger.info(describe(facts))
         on_entered(running)
-        await _either(exiting.wait(), running.wait_stopped())
+        with told_in_server_info(scheduler, facts, lambda: running.stats().flat()):
+            await _either(exiting.wait(), running.wait_stopped())
         if exiting.is_set():
             await running.drain(config.shutdown_timeout_s)
             if left := host.unfinished():
@@ -79,13 +82,24 @@ async def _either(*waits: Any) -> None:
             task.cancel()
 
 
-def describe(scheduler: Any, config: SglangConfig, pacing: Pacing, release: str) -> str:
+def facts_of(scheduler: Any, config: SglangConfig, pacing: Pacing, release: str) -> dict[str, Plain]:
+    """What does not change while the loop runs."""
+    return {
+        "version": __version__,
+        "sglang": release,
+        "ranks": int(scheduler.tp_size),
+        "waits": "paced looks" if config.loop.continuous_intake else "blocking waits",
+        "asks": "cudaEventQuery" if pacing.cuda is not None else "copy_done.query",
+        "timer": "timerfd" if pacing.timer.fine else "1 ms timer",
+        "pause_barrier": config.pause_barrier,
+    }
+
+
+def describe(facts: Mapping[str, Plain]) -> str:
     """The line that says the loop is active."""
-    waits = "blocking waits" if not config.loop.continuous_intake else "paced looks"
-    timer = "timerfd" if pacing.timer.fine else "1 ms timer"
-    device = "cudaEventQuery" if pacing.cuda is not None else "copy_done.query"
-    ranks = f"{scheduler.tp_size} rank" + "s" * (scheduler.tp_size > 1)
+    ranks = f"{facts['ranks']} rank" + "s" * (facts["ranks"] != 1)
     return (
-        f"aioprefill {__version__} runs the prefill loop of SGLang {release}: {ranks}, "
-        f"{waits} ({device}, {timer}), pause barrier {'on' if config.pause_barrier else 'off'}"
+        f"aioprefill {facts['version']} runs the prefill loop of SGLang {facts['sglang']}: {ranks}, "
+        f"{facts['waits']} ({facts['asks']}, {facts['timer']}), "
+        f"pause barrier {'on' if facts['pause_barrier'] else 'off'}"
     )
