@@ -152,7 +152,8 @@ def unanimous(least: Sequence[int]) -> bool:
 def verdict(ballots: Sequence[Ballot]) -> Seen:
     """What the ballots of all ranks come to, where they are not unanimous. Pure; alike on every rank.
 
-    Ranks that decided differently are named by a `RankError`, the odd one out if there is a majority.
+    A rank that decided differently (the odd one out if there is a majority), or was never asked to sample the
+    forward, is named by a `RankError`.
     """
     differing = _odd_one_out([(ballot.number, ballot.digest) for ballot in ballots])
     if differing is not None:
@@ -169,7 +170,7 @@ def verdict(ballots: Sequence[Ballot]) -> Seen:
     if worst.state is VoteState.FAILED:
         return DeviceError(name, f"{message} (on rank {worst.rank})", sticky=sticky)
     if worst.state is VoteState.NOT_SUBMITTED:
-        return HostError(f"{message} (on rank {worst.rank})")
+        return RankError(worst.rank, f"failed: {message}", forward=worst.number)
     return None
 
 
@@ -189,9 +190,9 @@ class Agreement(Protocol):
         """Join the vote on forward `number`, which this rank has seen the end of.
 
         `digest` is the digest at its launch. Returns the error of the first rank that failed, or None.
-        Raises `HostError` when a rank was never asked to sample it, `RankError` when ranks diverge or are
-        lost. Every launched forward gets exactly one vote on every rank, in launch order. Cancelling the
-        await does not abandon a vote that has begun.
+        Raises `RankError`, or the `HostError` in `seen` where there is one rank, when a rank was never asked
+        to sample it; `RankError` when ranks diverge or are lost. Every launched forward gets exactly one vote
+        on every rank, in launch order. Cancelling the await does not abandon a vote that has begun.
         """
 
 

@@ -187,6 +187,18 @@ def test_a_rank_that_fails_by_its_own_word_is_named_also_after_its_farewell():
     assert World(own=1).table.suspect(100.0, TIMEOUT_S, None) is None
 
 
+def test_R2_a_rank_that_fails_by_the_fault_of_another_one_has_that_one_named():
+    """Once, whoever tells of it: also by the one at fault."""
+    world = World()
+    world.hear_all()
+    world.hear(1, error="rank 2 sent what is no token (forward 3)", blames=2)
+    assert world.suspect(5) == "rank 2 sent what is no token (forward 3)"
+    world = World()
+    world.hear_all()
+    world.hear(2, error="rank 2 failed: never submitted", blames=2)
+    assert world.suspect(5) == "rank 2 failed: never submitted"
+
+
 def test_an_own_error_is_not_held_against_oneself():
     """The rank knows already; the others name it."""
     world = World(own=1)

@@ -79,7 +79,7 @@ def test_a_sample_that_was_never_submitted_is_an_error_everywhere() -> None:
     """Unless a rank failed, which counts first."""
     never = HostError("never submitted")
     seen = verdict([ballot(0, 4, 9, None), ballot(1, 4, 9, never)])
-    assert isinstance(seen, HostError) and str(seen) == "never submitted (on rank 1)"
+    assert isinstance(seen, RankError) and str(seen) == "rank 1 failed: never submitted (forward 4)"
     failed = DeviceError("oops", "x", sticky=False)
     assert isinstance(verdict([ballot(0, 4, 9, never), ballot(1, 4, 9, failed)]), DeviceError)
 

@@ -237,9 +237,10 @@ class BeatTable:
 
 def _fault(beat: Beat, forward: int | None) -> RankError:
     """What a rank says that it fails by."""
-    if beat.blames in (-1, beat.rank):
-        return RankError(beat.rank, f"failed: {beat.error}", forward=forward)
-    return RankError.retold(beat.blames, beat.error)
+    culprit = beat.rank if beat.blames < 0 else beat.blames
+    if beat.error.startswith(f"rank {culprit} "):
+        return RankError.retold(culprit, beat.error)
+    return RankError(culprit, f"failed: {beat.error}", forward=forward)
 
 
 def _seconds(seconds: float) -> str:
