@@ -16,7 +16,6 @@ from aioprefill.testing.simulate.native_rules import (
     check_host,
     check_leader,
     check_nothing_left,
-    pieces_of,
     state_of,
 )
 from aioprefill.testing.simulate.story import Story
@@ -78,12 +77,6 @@ class NativeWorld(NativeMoves):
                 f"none of {[r.request_id for r in waiting]} is admitted although there is room"
             )
         self._stalled = (now, call)
-
-    def describe(self, kind: str, description: bytes) -> str:
-        """See `World.describe`."""
-        if kind == "prepare":
-            return "".join(f" {name}[{start}:{end}]" for name, start, end, _ in pieces_of(description))
-        return ""
 
     # The end
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+import msgspec
+
 
 class Violation(AssertionError):
     """A rule was broken."""
@@ -46,3 +48,15 @@ class Story:
             self.violation = what
             self.tell("", f"!! {what}")
         return Violation(what)
+
+
+def in_words(kind: str, description: bytes) -> str:
+    """What a host call came to, as far as there is something to say."""
+    if not description:
+        return ""
+    came = msgspec.msgpack.decode(description)
+    if isinstance(came, dict):
+        return "".join(f" {name}={value}" for name, value in came.items() if value)
+    if kind == "prepare":
+        return "".join(f" {name}[{start}:{end}]" for name, start, end, *_ in came)
+    return f" {came}" if came else ""

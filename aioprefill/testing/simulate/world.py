@@ -23,7 +23,7 @@ from aioprefill.testing.simulate.endings import (
     end_followers,
 )
 from aioprefill.testing.simulate.rules import LoopRules
-from aioprefill.testing.simulate.story import Story
+from aioprefill.testing.simulate.story import Story, in_words
 from aioprefill.testing.simulate.twins import Made, State, Twins
 from aioprefill.tp_agree import CallToken
 
@@ -234,9 +234,5 @@ class World:
             detail = "" if token.detail < 0 else f" {token.detail}"
             self.story.tell(
                 f"rank {rank}",
-                f"#{token.number} {token.kind}{detail}{self.describe(token.kind, description)}",
+                f"#{token.number} {token.kind}{detail}{in_words(token.kind, description)}",
             )
-
-    def describe(self, kind: str, description: bytes) -> str:
-        """What a call came to, for people."""
-        return ""
