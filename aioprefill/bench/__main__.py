@@ -13,6 +13,7 @@ BENCHMARKS = {
     "policy": "time to first token of the policies, on a trace of real requests",
     "memory": "resident memory over many requests, and what is left in use at the end",
     "ranks": "two tensor-parallel ranks that wait for forwards, against a loop that polls without sleeping",
+    "sglang": "the plugin inside SGLang's scheduler, against SGLang's own two prefill loops",
     "soak": "random load with aborts, lost clients, pauses and new weights: nothing lost, wrong or leaked",
 }
 
