@@ -35,6 +35,20 @@ class After:
         return time.monotonic() - self._since >= self._seconds
 
 
+class Gate:
+    """Due once the test has opened it."""
+
+    def __init__(self) -> None:
+        self._open = False
+
+    def open(self) -> None:
+        """From now on."""
+        self._open = True
+
+    def __call__(self) -> bool:
+        return self._open
+
+
 @dataclass
 class Peer:
     """What the decode side of one room does."""

@@ -54,6 +54,11 @@ def launches(count: int) -> Moment:
     return lambda run: run.launches >= count
 
 
+def answered(rid: str) -> Moment:
+    """Once the client of a request was told."""
+    return lambda run: rid in run.outcomes
+
+
 def seconds(value: float) -> Moment:
     """Some time after the start."""
 

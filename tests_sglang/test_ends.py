@@ -66,7 +66,7 @@ def test_S1_transfer_that_hangs_at_shutdown_is_named(bench: Bench, caplog: pytes
             clean=False,
         )
     assert any("stuck" in record.getMessage() for record in caplog.records)
-    assert time.monotonic() - run.started < 2
+    assert time.monotonic() - run.started < 15
     tidy_up(bench, "stuck")
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from fake_transfer import After, Peer, never
-from harness import Arrival, Bench, Moment, behind, launches, results, seconds, whole
-from messages import abort, finish, pause, prompt, request, resume
+from fake_transfer import After, Gate, Peer, never
+from harness import Arrival, Bench, Moment, answered, behind, launches, results, whole
+from messages import Act, abort, finish, pause, prompt, request, resume
 
 HELD = None
 
@@ -34,15 +34,17 @@ def test_C1_decode_side_prefix_is_not_sent(bench: Bench) -> None:
 
 
 def test_C2_optimistic_request_yields_to_a_bootstrapped_one(bench: Bench) -> None:
-    """The long prompt's handshake takes 150 ms; the short one is answered first, both are sent whole."""
+    """The long prompt's handshake ends when the short one is answered; both are sent whole."""
     from sglang.srt.runtime_context import get_disagg
 
+    handshake = Gate()
     script = [
         Arrival(request("early", prompt(1, 300))),
         Arrival(request("ready", prompt(2, 100)), launches(2)),
+        Arrival(Act(handshake.open), answered("ready")),
     ]
     with get_disagg().override(optimistic_prefill_attempts=3):
-        run = bench.run("plugin", script, delay_s=0.01, peers={"early": Peer(bootstrapped=After(0.15))})
+        run = bench.run("plugin", script, delay_s=0.01, peers={"early": Peer(bootstrapped=handshake)})
     assert run.answered_at["ready"] < run.answered_at["early"]
     assert whole(run.sends["early"], 300)
     assert whole(run.sends["ready"], 100)
@@ -52,15 +54,15 @@ def test_C2_parked_request_is_sent_when_its_peer_is_ready(bench: Bench) -> None:
     """Prefill ends before the handshake: the whole prompt is sent at its end, while nothing runs."""
     from sglang.srt.runtime_context import get_disagg
 
+    handshake = Gate()
+    script = [
+        Arrival(request("early", prompt(1, 100))),
+        Arrival(Act(handshake.open), behind(results(2), 0.02)),
+    ]
     with get_disagg().override(optimistic_prefill_attempts=3):
-        run = bench.run(
-            "plugin",
-            [Arrival(request("early", prompt(1, 100)))],
-            peers={"early": Peer(bootstrapped=After(0.1))},
-        )
+        run = bench.run("plugin", script, peers={"early": Peer(bootstrapped=handshake)})
     assert whole(run.sends["early"], 100)
     assert run.results == 2
-    assert run.sent_at["early"] - run.started < 0.2
 
 
 @pytest.mark.parametrize("at", range(6))
@@ -94,7 +96,6 @@ def test_A1_abort_in_each_state(bench: Bench) -> None:
         Arrival(request("held", prompt(5, 40))),
         Arrival(abort("held")),
         Arrival(resume()),
-        Arrival(abort("other"), seconds(0.5)),
     ]
     run = bench.run(
         "plugin",
@@ -113,9 +114,13 @@ def test_A1_abort_in_each_state(bench: Bench) -> None:
 
 
 def test_A2_abort_during_the_final_forward_comes_before_its_result(bench: Bench) -> None:
-    """The forward runs for 50 ms, the abort comes after 10: nothing is sent."""
-    script = [Arrival(request("a", prompt(1, 30))), Arrival(abort("a"), behind(launches(1), 0.01))]
-    run = bench.run("plugin", script, delay_s=0.05)
+    """The forward ends behind the abort: nothing is sent."""
+    script = [
+        Arrival(request("a", prompt(1, 30))),
+        Arrival(abort("a"), launches(1)),
+        Arrival(finish(bench, 0), behind(launches(1), 0.02)),
+    ]
+    run = bench.run("plugin", script, delay_s=HELD)
     assert ends_of(run, "a") == ["FINISH_ABORT"]
     assert "a" not in run.sends
 
@@ -133,11 +138,11 @@ def test_A3_short_request_does_not_wait_for_an_aborted_long_prompt(bench: Bench)
 
 
 def test_A4_running_timeout_fires_while_the_forward_runs(bench: Bench) -> None:
-    """A forward of 200 ms with a limit of 50 ms: one abort with SGLang's reason."""
+    """A forward of 500 ms with a limit of 50 ms: one abort with SGLang's reason."""
     from sglang.srt.environ import envs
 
     with envs.SGLANG_REQ_RUNNING_TIMEOUT.override(0.05):
-        run = bench.run("plugin", [Arrival(request("a", prompt(1, 30)))], delay_s=0.2)
+        run = bench.run("plugin", [Arrival(request("a", prompt(1, 30)))], delay_s=0.5)
     assert ends_of(run, "a") == ["FINISH_ABORT"]
     assert "timeout" in run.outcomes["a"][0].message or run.outcomes["a"][0].message == "aborted"
 
@@ -149,7 +154,7 @@ def test_A5_waiting_timeout_fires_with_a_full_pool_and_nothing_new(bench: Bench)
     script = [
         Arrival(request("a", prompt(1, 1200))),
         Arrival(request("b", prompt(2, 1000)), results(19)),
-        Arrival(abort("a"), seconds(1.0)),
+        Arrival(abort("a"), answered("b")),
     ]
     with envs.SGLANG_REQ_WAITING_TIMEOUT.override(0.2):
         run = bench.run("plugin", script, delay_s=0.001, peers={"a": Peer(transferred=never)})
@@ -177,7 +182,7 @@ def test_T4_request_whose_peer_has_died_is_dropped_before_it_is_launched(bench: 
     script = [
         Arrival(request("a", prompt(1, 1200))),
         Arrival(request("b", prompt(2, 1000)), results(19)),
-        Arrival(abort("a"), seconds(0.9)),
+        Arrival(abort("a"), answered("b")),
     ]
     run = bench.run(
         "plugin",
@@ -186,7 +191,6 @@ def test_T4_request_whose_peer_has_died_is_dropped_before_it_is_launched(bench: 
         peers={"a": Peer(transferred=never), "b": Peer(dies=After(0.1))},
     )
     assert ends_of(run, "b") == ["FINISH_ABORT"]
-    assert run.answered_at["b"] < run.answered_at["a"] - 0.3
     assert "b" not in run.sends
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_transfer import After, Peer
-from harness import Arrival, Bench, Run, behind, launches, results, seconds, start, whole
-from messages import abort, finish, pause, prompt, request, resume
+from fake_transfer import Gate, Peer
+from harness import Arrival, Bench, Run, answered, behind, launches, results, whole
+from messages import Act, abort, finish, pause, prompt, request, resume
 from plugin_loop import with_config
 
 from aioprefill.config import SglangConfig
@@ -48,7 +48,7 @@ def test_P1_pause_is_held_with_what_came_behind_it_until_the_result(bench: Bench
         Arrival(request("c", prompt(3, 20))),
         Arrival(flag.look(), behind(launches(1), 0.04)),
         Arrival(finish(bench, 0)),
-        Arrival(flag.look(), behind(start, 0.08)),
+        Arrival(flag.look(), behind(results(1), 0.02)),
         Arrival(resume()),
         Arrival(finish(bench, 1), launches(2)),
     ]
@@ -192,24 +192,16 @@ def test_P6_barrier_pause_waits_until_no_forward_runs(bench: Bench, mode: str) -
 
 @pytest.mark.parametrize("mode", MODES)
 def test_P6_transfers_go_on_during_a_pause(bench: Bench, mode: str) -> None:
-    """A transfer ends while SGLang is paused: its request is answered then, not behind the resume."""
-    resumed: list[float] = []
-
-    def note(_: Run) -> bool:
-        import time
-
-        if not resumed:
-            resumed.append(time.monotonic())
-        return True
-
+    """A transfer ends while SGLang is paused, and the resume waits for its answer: no deadlock."""
+    transfer = Gate()
     script = [
         Arrival(request("a", prompt(1, 20))),
         Arrival(pause(mode), results(1)),
-        Arrival(abort("nobody"), seconds(0.25)),
-        Arrival(resume(), note),
+        Arrival(Act(transfer.open), behind(results(1), 0.05)),
+        Arrival(resume(), answered("a")),
     ]
-    run = bench.run("plugin", script, peers={"a": Peer(transferred=After(0.05))})
-    assert run.answered_at["a"] < resumed[0] - 0.1
+    run = bench.run("plugin", script, peers={"a": Peer(transferred=transfer)})
+    assert [o.finish for o in run.outcomes["a"]] == ["FINISH_LENGTH"]
 
 
 def test_pause_twice_is_as_in_sglang(bench: Bench) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,13 +59,17 @@ class SglangCompletion:
     async def wait(self) -> None:
         """See `Completion.wait`."""
         self._require_submitted()
-        pacing, loop, looks = self._pacing, asyncio.get_running_loop(), 1
+        pacing, clock, looks = self._pacing, time.monotonic, 0
         started = max(self.launched_at, pacing.free_at)
-        await pacing.timer.sleep(started + pacing.pacer.begin(self._tokens) - loop.time())
-        while not self.query():
+
+        def look() -> float | None:
+            nonlocal looks
             looks += 1
-            await pacing.timer.sleep(pacing.pacer.next_look(self._tokens, loop.time() - started))
-        pacing.free_at = loop.time()
+            return None if self.query() else pacing.pacer.next_look(self._tokens, clock() - started)
+
+        await pacing.timer.sleep(started + pacing.pacer.begin(self._tokens) - clock())
+        await pacing.timer.repeat(look)
+        pacing.free_at = clock()
         pacing.looks += looks
         pacing.pacer.observe(self._tokens, pacing.free_at - started, looks)
 

@@ -12,16 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from aioprefill.errors import AioprefillError, DeviceError, HostLeft
 from aioprefill.host import Hold, Ingested, Progress, Wake
 from aioprefill.sglang.completion import Pacing, SglangCompletion
-from aioprefill.sglang.grammars import GrammarGate
 from aioprefill.sglang.input_order import InputOrder
-from aioprefill.sglang.peers import PeerWatch
-from aioprefill.sglang.sockets import InputSockets, sockets_of
+from aioprefill.sglang.inventory import aborted, counts, ending, unfinished
+from aioprefill.sglang.replica import Replica
 from aioprefill.sglang.upkeep import Upkeep
+from aioprefill.sglang.wakes import Wakes
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +27,6 @@ INTAKE_TICK_S = 0.1
 """SGLang hangs timeouts, deferred flushes and session reaping on intake."""
 TRANSFER_FALLBACK_S = 0.05
 """Longest time between two calls of `progress_transfers` while one is needed."""
-_LOOK_AT_GRAMMARS = b"g"
 
 
 @dataclass(slots=True)
@@ -42,12 +39,10 @@ class SglangForward:
     completion: SglangCompletion
 
 
-class SglangHost:
+class SglangHost(Replica):
     """Implements `ReplicatedHost` over a scheduler that serves as prefill. Made on its loop, closed once.
 
-    `input_poll_s` is the interval of intake where the receiver has no sockets to watch. A fact is a single
-    decision of the leader: that the call to come looks at grammars. Inputs are no facts, for SGLang
-    broadcasts them inside `ingest`.
+    `input_poll_s` is the interval of intake where the receiver has no sockets to watch.
     """
 
     unsupported_shape: str | None = None
@@ -62,6 +57,7 @@ class SglangHost:
         stall_limit_s: float = 120.0,
         input_poll_s: float = 0.005,
     ) -> None:
+        super().__init__()
         self._scheduler = scheduler
         self._pacing = pacing
         self._clock = clock
@@ -70,12 +66,7 @@ class SglangHost:
         self._input_poll_s = input_poll_s
         self._forwards: deque[SglangForward] = deque()
         self._barrier_pending = False
-        self._follows = False
-        self._given = b""
-        self._sockets: InputSockets | None = None
-        self._grammars: GrammarGate | None = None
-        self._peers: PeerWatch | None = None
-        self._wake: Wake | None = None
+        self._wakes: Wakes | None = None
         self._progressed_at = 0.0
         self.on_exiting: Callable[[], None] = lambda: None
         """Called when SGLang has been told to shut down."""
@@ -89,33 +80,38 @@ class SglangHost:
     def bind(self, wake: Wake) -> None:
         """See `PrefillHost.bind`. Takes the place of what SGLang waits by, until `aclose`."""
         scheduler = self._scheduler
-        self._wake = wake
         scheduler.enable_continuous_input_polling = True
         scheduler.result_queue = deque()
         self._upkeep.begin()
-        self._grammars = GrammarGate(scheduler.grammar_manager, wake.admission)
-        if not self._follows:
-            self._sockets = InputSockets(sockets_of(scheduler.request_receiver), wake.input)
-            self._peers = PeerWatch(scheduler, moved=wake.transfers, admission=wake.admission)
+        self._wakes = Wakes(scheduler, wake, follows=self._follows)
 
     async def aclose(self, error: AioprefillError) -> None:
         """Give SGLang back what was its own. Its requests get no answer here: their end is SGLang's."""
-        for part in (self._sockets, self._grammars, self._peers):
-            if part is not None:
-                part.close()
+        if self._wakes is not None:
+            self._wakes.close()
         self._upkeep.end()
         self._pacing.timer.close()
 
     @property
     def intake_tick_s(self) -> float | None:
         """See `PrefillHost.intake_tick_s`; no wakes come from a receiver without sockets."""
-        watched = self._sockets is not None and len(self._sockets) > 0
-        return INTAKE_TICK_S if watched else self._input_poll_s
+        return INTAKE_TICK_S if self._woken.by_sockets else self._input_poll_s
+
+    @property
+    def _woken(self) -> Wakes:
+        assert self._wakes is not None, "the host is not bound to a loop"
+        return self._wakes
+
+    @property
+    def grammars_due(self) -> bool:
+        """See `Replica.grammars_due`."""
+        return self._woken.grammars.due
 
     # Host calls
 
     def ingest(self, now: float, *, hold: Hold) -> Ingested:
         """See `PrefillHost.ingest`. Raises `HostLeft` when SGLang changes its role."""
+        self.take_look()
         scheduler = self._scheduler
         self._apply_pending_barrier()
         results, was_paused = len(scheduler.result_queue), scheduler._engine_paused
@@ -142,23 +138,17 @@ class SglangHost:
     def _after_input(self, now: float, *, new: bool, resumed: bool) -> None:
         """What may follow from input, and what SGLang would do between two passes of its loop."""
         scheduler = self._scheduler
-        assert self._grammars is not None and self._wake is not None
         if scheduler._engine_paused:
             scheduler._record_scheduler_state_for_paused_engine()
             scheduler.cur_batch_for_debug = None  # a stale one arms the watchdog
-        self._grammars.watch(now)
-        if self._sockets is not None:
-            self._sockets.look()
-        if self._peers is not None:
-            self._peers.begin()
-        if resumed or (new and scheduler.disagg_prefill_bootstrap_queue.queue):
-            self._wake.transfers()  # the peer may be ready already
+        self._woken.after_input(now, new=new, resumed=resumed)
         self._upkeep.tick(now, in_flight=len(self._forwards), busy_since=self._busy_since)
         if scheduler.gracefully_exit:
             self.on_exiting()
 
     def collect_bootstrapped(self, now: float) -> int:
         """See `PrefillHost.collect_bootstrapped`."""
+        self.take_look()
         scheduler = self._scheduler
         if scheduler._engine_paused or scheduler.gracefully_exit:
             return 0
@@ -168,14 +158,13 @@ class SglangHost:
 
     def prepare(self, now: float, *, last: int | None, admit: bool, scheduling_step: bool) -> Any:
         """See `PrefillHost.prepare`."""
-        scheduler, grammars = self._scheduler, self._grammars
-        assert grammars is not None
+        scheduler, grammars, look = self._scheduler, self._woken.grammars, self.take_look()
         self._apply_pending_barrier()
         self._name_last_batch(last)
         if not admit:
             self._keep_chunk_books()
             return None
-        grammars.open(look=self._given == _LOOK_AT_GRAMMARS if self._follows else grammars.due)
+        grammars.open(look=look)
         try:
             plan = scheduler.get_next_disagg_prefill_batch_to_run(
                 running_batch=scheduler.running_batch,
@@ -189,8 +178,7 @@ class SglangHost:
             plan.batch_to_run, chunked_req=scheduler.chunked_req
         )
         scheduler.cur_batch_for_debug = batch
-        if self._peers is not None:
-            self._peers.begin()
+        self._woken.after_call()
         return batch
 
     def _name_last_batch(self, last: int | None) -> None:
@@ -210,6 +198,7 @@ class SglangHost:
 
     def launch(self, now: float, batch: Any, number: int) -> SglangForward:
         """See `PrefillHost.launch`."""
+        self.take_look()
         scheduler = self._scheduler
         if scheduler.enable_staging:
             scheduler.maybe_prefetch_staging_for_batch(batch)
@@ -229,6 +218,7 @@ class SglangHost:
 
     def process_result(self, now: float, forward: SglangForward) -> None:
         """See `PrefillHost.process_result`; then retires transfers, at the point where SGLang does."""
+        self.take_look()
         scheduler = self._scheduler
         assert forward is self._forwards.popleft(), f"result {forward.number} is out of order"
         batch, result = scheduler.result_queue.popleft()
@@ -240,10 +230,7 @@ class SglangHost:
         scheduler.last_batch = None if following is None else following.batch
         if following is not None:
             scheduler.launch_batch_sample_if_needed(following.result, following.batch)
-        if self._peers is not None:
-            self._peers.begin()
-        if self._sockets is not None:
-            self._sockets.look()
+        self._woken.after_call()
 
     def fail_result(self, now: float, forward: SglangForward, error: DeviceError) -> None:
         """SGLang has no way on after a forward that failed: as in its own loop, its process ends."""
@@ -251,10 +238,11 @@ class SglangHost:
 
     def progress_transfers(self, now: float) -> Progress:
         """See `PrefillHost.progress_transfers`. Handshakes are moved by `collect_bootstrapped`."""
+        self.take_look()
         scheduler = self._scheduler
         before = len(scheduler.disagg_prefill_inflight_queue)
         done = scheduler.process_disagg_prefill_inflight_queue()
-        failed = sum(_aborted(request) for request in done)
+        failed = sum(map(aborted, done))
         left = len(scheduler.disagg_prefill_inflight_queue)
         self._progressed_at = now
         self._upkeep.tick(now, in_flight=len(self._forwards), busy_since=self._busy_since)
@@ -268,13 +256,13 @@ class SglangHost:
 
     def on_idle(self, now: float) -> None:
         """See `PrefillHost.on_idle`."""
+        self.take_look()
         self._scheduler.cur_batch_for_debug = None
         self._upkeep.idle(now)
 
     def next_timer(self) -> float | None:
         """See `PrefillHost.next_timer`."""
-        needed = self._peers is not None and self._peers.needed
-        return self._progressed_at + TRANSFER_FALLBACK_S if needed else None
+        return self._progressed_at + TRANSFER_FALLBACK_S if self._woken.transfers_needed else None
 
     @property
     def _busy_since(self) -> float | None:
@@ -301,70 +289,19 @@ class SglangHost:
         """See `PrefillHost.end_drain`."""
 
     def open_requests(self) -> Sequence[str]:
-        """See `PrefillHost.open_requests`. In a drain only those that will still end: no half prompts."""
+        """See `PrefillHost.open_requests`. In a drain only those that will still end."""
         scheduler = self._scheduler
-        if not scheduler.gracefully_exit:
-            return self.unfinished()
-        launched = [r for f in self._forwards for r in f.batch.reqs if r is not scheduler.chunked_req]
-        return _ids([*launched, *scheduler.disagg_prefill_inflight_queue])
+        return ending(scheduler, self._launched) if scheduler.gracefully_exit else self.unfinished()
 
     def unfinished(self) -> Sequence[str]:
         """Ids of all requests that SGLang's scheduler still has."""
-        scheduler = self._scheduler
-        launched = [request for forward in self._forwards for request in forward.batch.reqs]
-        half = [] if scheduler.chunked_req is None else [scheduler.chunked_req]
-        waiting = [*scheduler.waiting_queue, *scheduler.disagg_prefill_bootstrap_queue.queue]
-        moving = scheduler.disagg_prefill_inflight_queue
-        return _ids([*moving, *launched, *half, *waiting, *scheduler.grammar_manager.grammar_queue])
+        return unfinished(self._scheduler, self._launched)
+
+    @property
+    def _launched(self) -> list[Any]:
+        return [request for forward in self._forwards for request in forward.batch.reqs]
 
     def stats(self) -> Mapping[str, int | float | str]:
         """See `PrefillHost.stats`."""
-        scheduler = self._scheduler
-        return {
-            "waiting": len(scheduler.waiting_queue),
-            "bootstrapping": len(scheduler.disagg_prefill_bootstrap_queue.queue),
-            "transferring": len(scheduler.disagg_prefill_inflight_queue),
-            "completion_looks": self._pacing.looks,
-            "peer_looks": 0 if self._peers is None else self._peers.looks,
-        }
-
-    # Ranks
-
-    def take_facts(self) -> bytes:
-        """See `ReplicatedHost.take_facts`."""
-        return _LOOK_AT_GRAMMARS if self._grammars is not None and self._grammars.due else b""
-
-    def give_facts(self, facts: bytes) -> None:
-        """See `ReplicatedHost.give_facts`."""
-        self._given = facts
-
-    def describe(self, batch: Any) -> bytes:
-        """See `ReplicatedHost.describe`: request ids, token ranges and rows. Pages are on the device."""
-        pieces = [(r.rid, r.prefix_len, r.extend_end, int(r.kv.req_pool_idx)) for r in batch.reqs]
-        return msgspec.msgpack.encode(pieces)
-
-    def follow(self, report: Callable[[bytes], None]) -> None:
-        """See `ReplicatedHost.follow`. Nothing is reported: SGLang's own reductions join the ranks."""
-        self._follows = True
-
-    def lead(self, size: int, *, recorded: bool) -> None:
-        """See `ReplicatedHost.lead`."""
-
-    def take_report(self, rank: int, report: bytes) -> None:
-        """See `ReplicatedHost.take_report`: there are none."""
-
-    def at_rest(self) -> bool:
-        """See `ReplicatedHost.at_rest`: what SGLang decides by cannot be forgotten."""
-        return False
-
-    def restart(self, now: float) -> None:
-        """See `ReplicatedHost.restart`."""
-        raise AssertionError("an SGLang host is never at rest")
-
-
-def _ids(requests: Sequence[Any]) -> list[str]:
-    return list(dict.fromkeys(request.rid for request in requests))
-
-
-def _aborted(request: Any) -> bool:
-    return type(request.finished_reason).__name__ == "FINISH_ABORT"
+        looks = {"completion_looks": self._pacing.looks, "peer_looks": self._woken.peer_looks}
+        return {**counts(self._scheduler), **looks}

@@ -1,0 +1,59 @@
+"""Everything that wakes the loop from SGLang's side: sockets, peers, grammars."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aioprefill.host import Wake
+from aioprefill.sglang.grammars import GrammarGate
+from aioprefill.sglang.peers import PeerWatch
+from aioprefill.sglang.sockets import InputSockets, sockets_of
+
+
+class Wakes:
+    """Made on the loop, closed once. A follower is woken by its leader only, and has grammars alone."""
+
+    def __init__(self, scheduler: Any, wake: Wake, *, follows: bool) -> None:
+        self._scheduler = scheduler
+        self._wake = wake
+        self.grammars = GrammarGate(scheduler.grammar_manager, wake.admission)
+        self._sockets: InputSockets | None = None
+        self._peers: PeerWatch | None = None
+        if not follows:
+            self._sockets = InputSockets(sockets_of(scheduler.request_receiver), wake.input)
+            self._peers = PeerWatch(scheduler, moved=wake.transfers, admission=wake.admission)
+
+    @property
+    def by_sockets(self) -> bool:
+        """Intake is woken by sockets; else it must poll."""
+        return self._sockets is not None and len(self._sockets) > 0
+
+    @property
+    def transfers_needed(self) -> bool:
+        """There is a handshake or a transfer to move."""
+        return self._peers is not None and self._peers.needed
+
+    @property
+    def peer_looks(self) -> int:
+        """Looks at senders so far."""
+        return 0 if self._peers is None else self._peers.looks
+
+    def after_input(self, now: float, *, new: bool, resumed: bool) -> None:
+        """Input was dispatched: `new` requests among it, or the end of a pause."""
+        self.grammars.watch(now)
+        self.after_call()
+        if resumed or (new and self._scheduler.disagg_prefill_bootstrap_queue.queue):
+            self._wake.transfers()  # the peer may be ready already
+
+    def after_call(self) -> None:
+        """SGLang may have used its sockets, or filled the queues whose peers are watched."""
+        if self._sockets is not None:
+            self._sockets.look()
+        if self._peers is not None:
+            self._peers.begin()
+
+    def close(self) -> None:
+        """Give SGLang back what was its own. Idempotent."""
+        for part in (self._sockets, self.grammars, self._peers):
+            if part is not None:
+                part.close()
