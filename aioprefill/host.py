@@ -109,7 +109,8 @@ class PrefillHost(Protocol):
         """Receive and dispatch a bounded amount of input, in order; stop in front of what `hold` names.
 
         A retract pause is dispatched with at most one forward in flight, agreed complete without error;
-        the host processes its result itself and says so (`consumed`).
+        the host processes its result itself and says so (`consumed`). A call ends behind a resume that it
+        dispatched: what must be kept back has changed with it.
         """
 
     def collect_bootstrapped(self, now: float) -> int:
