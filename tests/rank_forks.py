@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 SCRIPT = Path(__file__).with_name("rank_process.py")
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 Event = dict[str, Any]
 
 
