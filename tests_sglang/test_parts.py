@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import pytest
 
 from aioprefill.errors import DeviceError, HostError
-from aioprefill.host import Hold
+from aioprefill.host import Hold, Wake
 from aioprefill.pacer import Pacer
 from aioprefill.sglang.completion import Pacing, SglangCompletion
 from aioprefill.sglang.grammars import GrammarGate
 from aioprefill.sglang.input_order import InputOrder
 from aioprefill.sglang.peers import PeerWatch
 from aioprefill.sglang.replica import Replica
+from aioprefill.sglang.wakes import Wakes
 from aioprefill.timerfd import FineTimer
 
 
@@ -151,6 +153,40 @@ async def test_peers_are_told_of_once_per_change() -> None:
     await asyncio.sleep(0.03)
     assert watch.looks == looks
     watch.close()
+
+
+@pytest.mark.asyncio
+async def test_peers_of_a_long_queue_are_looked_at_more_rarely() -> None:
+    """A look that takes 5 ms is followed by 100 ms of rest, though the shortest interval is 1 ms."""
+
+    class Slow(Sender):
+        def poll(self) -> int:
+            time.sleep(0.005)
+            return self.state
+
+    watch = PeerWatch(peers_of(Slow(3)), moved=lambda: None, admission=lambda: None)
+    watch.begin()
+    await asyncio.sleep(0.08)
+    assert watch.looks == 1
+    watch.close()
+
+
+@pytest.mark.asyncio
+async def test_requests_that_wait_for_a_cache_tier_are_tried_again() -> None:
+    """Every 100 ms of intake, by the clock readings of the calls; never where there is no tier."""
+    for tiers in (True, False):
+        scheduler = peers_of()
+        scheduler.grammar_manager, scheduler.request_receiver = Manager(), None
+        scheduler.enable_hicache_storage = tiers
+        scheduler.waiting_queue = [SimpleNamespace(rid="w", disagg_kv_sender=Sender(2))]
+        woken: list[float] = []
+        now = 0.0
+        wake = Wake(input=lambda: None, transfers=lambda: None, admission=lambda: woken.append(now))
+        wakes = Wakes(scheduler, wake, follows=True)
+        for now in (1.0, 1.05, 1.09, 1.11, 1.3):
+            wakes.after_input(now, new=False, resumed=False)
+        assert woken == ([1.0, 1.11, 1.3] if tiers else [])
+        wakes.close()
 
 
 class Copy:

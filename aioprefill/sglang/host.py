@@ -213,6 +213,8 @@ class SglangHost(Replica):
         self._forwards.append(forward)
         if len(self._forwards) == 1:
             scheduler.last_batch = batch
+            if result.delay_sample_func is not None:
+                self._apply_pending_barrier()
             scheduler.launch_batch_sample_if_needed(result, batch)
         return forward
 

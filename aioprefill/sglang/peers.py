@@ -7,6 +7,7 @@ changed. So at TP > 1 the reductions inside that call are made when there is som
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ SHORTEST_S = 0.001
 LONGEST_S = 0.005
 GROWTH = 1.25
 """Looks grow apart by this factor while nothing changes."""
+REST = 20
+"""After a look comes a rest of so many times its length: long queues must not fill the loop with looks."""
 WAITING_EVERY = 10
 """Requests that wait for admission are looked at in every so manieth look: their peers may have died."""
 
@@ -49,7 +52,7 @@ class PeerWatch:
             self._timer = self._loop.call_later(self._interval_s, self._look)
 
     def _look(self) -> None:
-        self._timer = None
+        self._timer, started = None, time.perf_counter()
         self.looks += 1
         scheduler = self._scheduler
         queues = (scheduler.disagg_prefill_bootstrap_queue.queue, scheduler.disagg_prefill_inflight_queue)
@@ -60,7 +63,8 @@ class PeerWatch:
             self._look_at_waiting()
         self._interval_s = SHORTEST_S if changed else min(self._interval_s * GROWTH, LONGEST_S)
         if self.needed or scheduler.waiting_queue:
-            self._timer = self._loop.call_later(self._interval_s, self._look)
+            rest_s = REST * (time.perf_counter() - started)
+            self._timer = self._loop.call_later(max(self._interval_s, rest_s), self._look)
         if changed:
             self._moved()
 

@@ -9,6 +9,9 @@ from aioprefill.sglang.grammars import GrammarGate
 from aioprefill.sglang.peers import PeerWatch
 from aioprefill.sglang.sockets import InputSockets, sockets_of
 
+TIERS_S = 0.1
+"""Interval at which requests that wait are tried again where a cache tier may have fetched for them."""
+
 
 class Wakes:
     """Made on the loop, closed once. A follower is woken by its leader only, and has grammars alone."""
@@ -16,6 +19,10 @@ class Wakes:
     def __init__(self, scheduler: Any, wake: Wake, *, follows: bool) -> None:
         self._scheduler = scheduler
         self._wake = wake
+        self._tiers = any(
+            getattr(scheduler, name, False) for name in ("enable_hicache_storage", "enable_lmcache")
+        )
+        self._tiers_at = 0.0
         self.grammars = GrammarGate(scheduler.grammar_manager, wake.admission)
         self._sockets: InputSockets | None = None
         self._peers: PeerWatch | None = None
@@ -42,6 +49,9 @@ class Wakes:
         """Input was dispatched: `new` requests among it, or the end of a pause."""
         self.grammars.watch(now)
         self.after_call()
+        if self._tiers and self._scheduler.waiting_queue and now - self._tiers_at >= TIERS_S:
+            self._tiers_at = now
+            self._wake.admission()  # a preparation pumps the tiers, and admits what they have fetched
         if resumed or (new and self._scheduler.disagg_prefill_bootstrap_queue.queue):
             self._wake.transfers()  # the peer may be ready already
 
