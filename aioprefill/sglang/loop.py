@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from aioprefill.config import SglangConfig
@@ -64,12 +65,17 @@ async def _serve(scheduler: Any, config: SglangConfig, cuda: Any, release: str, 
         facts = facts_of(scheduler, config, pacing, release)
         logger.info(describe(facts))
         on_entered(running)
-        with told_in_server_info(scheduler, facts, lambda: running.stats().flat()):
+        with told_in_server_info(scheduler, facts, partial(_counters, scheduler, running)):
             await _either(exiting.wait(), running.wait_stopped())
         if exiting.is_set():
             await running.drain(config.shutdown_timeout_s)
             if left := host.unfinished():
                 logger.warning("not finished at shutdown: %s", ", ".join(left))
+
+
+def _counters(scheduler: Any, running: PrefillScheduler) -> dict[str, Plain]:
+    """The loop learns of a pause when intake returns, and the question may be part of the same intake."""
+    return {**running.stats().flat(), "paused": bool(scheduler._engine_paused)}
 
 
 async def _either(*waits: Any) -> None:
