@@ -1,0 +1,81 @@
+"""Kinds of load on a pair, and what the prefill scheduler's CPU does under each."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pair_client import Job, Jobs, Pair
+from servers import Cpu
+
+
+@dataclass(frozen=True)
+class Phase:
+    """`rate` requests a second, all at once if it is None; `seconds` of nothing if there are no jobs."""
+
+    name: str
+    jobs: Callable[[Jobs], list[Job]]
+    rate: float | None = None
+    seconds: float = 0.0
+
+
+PHASES = (
+    Phase("burst", lambda jobs: [jobs.plain(20 + 3 * n) for n in range(60)]),
+    Phase("long chunked", lambda jobs: [jobs.plain(1600 + 13 * n) for n in range(6)]),
+    Phase("steady", lambda jobs: [jobs.plain(40 + n % 90) for n in range(60)], rate=15),
+    Phase("light", lambda jobs: [jobs.plain(60) for _ in range(8)], rate=2),
+    Phase("idle", lambda _: [], seconds=4),
+)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One phase with one loop. CPU is that of the prefill side's schedulers."""
+
+    phase: str
+    loop: str
+    requests: int
+    wall_s: float
+    cpu: Cpu
+
+    @property
+    def process_percent(self) -> float:
+        """Of one core."""
+        return 100 * self.cpu.process_s / self.wall_s
+
+    @property
+    def main_thread_percent(self) -> float:
+        """Of one core, the thread that the loop runs on."""
+        return 100 * self.cpu.main_thread_s / self.wall_s
+
+
+async def measure(
+    pair: Pair, phase: Phase, jobs: Sequence[Job]
+) -> tuple[Figures, list[tuple[Job, tuple[Any, Any]]]]:
+    """Send the jobs; (figures, answers). The phase ends with its last answer, or after its seconds."""
+    before, started = pair.prefill.cpu(), time.monotonic()
+    async with asyncio.TaskGroup() as group:
+        asked = []
+        for number, job in enumerate(jobs):
+            if phase.rate is not None:
+                await asyncio.sleep(started + number / phase.rate - time.monotonic())
+            asked.append(group.create_task(pair.ask(job)))
+    answers = [task.result() for task in asked]
+    await asyncio.sleep(started + phase.seconds - time.monotonic())
+    wall_s, cpu = time.monotonic() - started, pair.prefill.cpu().since(before)
+    figures = Figures(phase.name, pair.prefill.name, len(jobs), wall_s, cpu)
+    return figures, list(zip(jobs, answers, strict=True))
+
+
+def table(figures: Sequence[Figures]) -> str:
+    """In Markdown."""
+    head = "| phase | loop | requests | seconds | scheduler CPU s | % of a core | its main thread % |"
+    rows = [
+        f"| {f.phase} | {f.loop} | {f.requests} | {f.wall_s:.1f} | {f.cpu.process_s:.2f} "
+        f"| {f.process_percent:.1f} | {f.main_thread_percent:.1f} |"
+        for f in figures
+    ]
+    return "\n".join([head, "| --- | --- | ---: | ---: | ---: | ---: | ---: |", *rows])
