@@ -9,6 +9,8 @@ from aioprefill.sglang.grammars import GrammarGate
 from aioprefill.sglang.peers import PeerWatch
 from aioprefill.sglang.sockets import InputSockets, sockets_of
 
+TIERS = ("enable_hicache_storage", "enable_lmcache")
+"""SGLang's switches of cache tiers that are fetched from."""
 TIERS_S = 0.1
 """Interval at which requests that wait are tried again where a cache tier may have fetched for them."""
 
@@ -19,9 +21,7 @@ class Wakes:
     def __init__(self, scheduler: Any, wake: Wake, *, follows: bool) -> None:
         self._scheduler = scheduler
         self._wake = wake
-        self._tiers = any(
-            getattr(scheduler, name, False) for name in ("enable_hicache_storage", "enable_lmcache")
-        )
+        self._tiers = any(getattr(scheduler, name, False) for name in TIERS)
         self._tiers_at = 0.0
         self.grammars = GrammarGate(scheduler.grammar_manager, wake.admission)
         self._sockets: InputSockets | None = None
