@@ -10,18 +10,42 @@ from collections import deque
 
 REMEMBERED = 16
 """Durations kept per size."""
-EARLY = 0.88
+EARLY = 0.93
 """Part of the smallest recent duration after which looking begins."""
+EARLY_AT_FIRST = 0.85
+"""The same while few durations are known."""
+FEW = 6
 CENSORED = 0.75
 """Part of a duration that is taken where the first look already found the forward done.
 
 It ended some time before; taken as it is, such a sample would confirm the late look that made it.
 """
-STEPS = 32
+STEPS = 1000
 """Looks per span since looking began: the span's share that a detection may be late by."""
+FINE_S = 0.00006
+"""Shortest time between two looks: beside it comes what waking up takes, which is about as long."""
 OVERDUE_STEPS = 64
-MARGIN = 1.25
+MARGIN = 1.1
 """A forward is overdue at this multiple of the longest recent duration."""
+
+
+class _Size:
+    """What is known of forwards of one size; sums are kept, for looks are many and durations few."""
+
+    __slots__ = ("begin", "expected", "recent")
+
+    def __init__(self) -> None:
+        self.recent: deque[float] = deque(maxlen=REMEMBERED)
+        self.begin = 0.0
+        self.expected = 0.0
+        """Age up to which a forward is not overdue."""
+
+    def observe(self, seconds: float) -> None:
+        """One more duration."""
+        self.recent.append(seconds)
+        part = EARLY_AT_FIRST if len(self.recent) < FEW else EARLY
+        self.begin = part * min(self.recent)
+        self.expected = MARGIN * max(self.recent)
 
 
 class Pacer:
@@ -31,35 +55,37 @@ class Pacer:
     `overdue_s` the longest of all.
     """
 
-    def __init__(self, *, fine_s: float = 0.0002, coarse_s: float = 0.0008, overdue_s: float = 0.02) -> None:
+    def __init__(self, *, fine_s: float = FINE_S, coarse_s: float = 0.0008, overdue_s: float = 0.02) -> None:
         self._fine_s = fine_s
         self._coarse_s = coarse_s
         self._overdue_s = overdue_s
-        self._recent: dict[int, deque[float]] = {}
+        self._sizes: dict[int, _Size] = {}
 
     def begin(self, tokens: int) -> float:
         """Age at which to look for a forward of `tokens` tokens for the first time; 0 if nothing is known."""
         known = self._known(tokens)
-        return EARLY * min(known) if known else 0.0
+        return 0.0 if known is None else known.begin
 
     def next_look(self, tokens: int, age_s: float) -> float:
         """How long to wait until the next look, for a forward that was not done at `age_s`."""
-        recent = self._recent.get(_size(tokens))
-        if recent and age_s <= MARGIN * max(recent):
-            since_begin = max(0.0, age_s - self.begin(tokens))
-            return min(max(since_begin / STEPS, self._fine_s), self._coarse_s)
+        known = self._known(tokens)
+        if known is not None and age_s <= known.expected:
+            return min(max((age_s - known.begin) / STEPS, self._fine_s), self._coarse_s)
         return min(max(age_s / OVERDUE_STEPS, self._fine_s), self._overdue_s)
 
     def observe(self, tokens: int, seconds: float, looks: int) -> None:
         """A forward was found done at the age of `seconds`, by the `looks`-th look."""
-        recent = self._recent.setdefault(_size(tokens), deque(maxlen=REMEMBERED))
-        recent.append(seconds * CENSORED if looks <= 1 else seconds)
+        known = self._sizes.setdefault(_size(tokens), _Size())
+        known.observe(seconds * CENSORED if looks <= 1 else seconds)
 
-    def _known(self, tokens: int) -> deque[float] | None:
-        """Durations of forwards of this size, else of the largest smaller one: those are not longer."""
+    def _known(self, tokens: int) -> _Size | None:
+        """What is known of this size, else of the largest smaller one: its forwards are not longer."""
         size = _size(tokens)
-        smaller = [known for known in self._recent if known <= size]
-        return self._recent[max(smaller)] if smaller else None
+        known = self._sizes.get(size)
+        if known is None and self._sizes:
+            smaller = [other for other in self._sizes if other < size]
+            known = self._sizes[max(smaller)] if smaller else None
+        return known
 
 
 def _size(tokens: int) -> int:

@@ -7,11 +7,18 @@ import ctypes
 import os
 import sys
 import time
+from collections.abc import Callable
 
 _CLOCK_MONOTONIC = 1
 _FLAGS = os.O_NONBLOCK | os.O_CLOEXEC if sys.platform == "linux" else 0
 _SHORTEST_S = 0.001
 """Of an ordinary timer, where there is no timerfd."""
+_SOONEST_S = 0.00001
+"""Between two looks; 0 would disarm the timer."""
+
+
+Look = Callable[[], float | None]
+"""Something that is asked again after so many seconds; None: no more."""
 
 
 class _Timespec(ctypes.Structure):
@@ -29,8 +36,11 @@ class FineTimer:
     """
 
     def __init__(self) -> None:
-        self._libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+        # Calls that are too short to be worth giving the interpreter lock away.
+        self._libc = ctypes.PyDLL(None, use_errno=True) if sys.platform == "linux" else None
+        self._value = _Itimerspec()
         self._waiter: asyncio.Future[None] | None = None
+        self._look: Look | None = None
         self._loop = asyncio.get_running_loop()
         self._fd = self._open()
 
@@ -64,19 +74,49 @@ class FineTimer:
                 self._arm(0.0)
             self._waiter = None
 
+    async def repeat(self, look: Look) -> None:
+        """Call `look`, now and then after as many seconds as it says, until it says None.
+
+        It is called from the loop itself, which costs less than waking a task each time. What it raises is
+        raised here. Cancelling it disarms the timer.
+        """
+        seconds = look()
+        if seconds is None:
+            return
+        if not self.fine:
+            while seconds is not None:
+                await asyncio.sleep(max(seconds, _SHORTEST_S))
+                seconds = look()
+            return
+        self._look = look
+        try:
+            await self.sleep(max(seconds, _SOONEST_S))
+        finally:
+            self._look = None
+
     async def sleep_until(self, deadline: float) -> None:
         """Sleep until `time.monotonic()` is `deadline`."""
         await self.sleep(deadline - time.monotonic())
 
     def _arm(self, seconds: float) -> None:
         whole, rest = divmod(max(0, round(seconds * 1e9)), 1_000_000_000)
-        value = _Itimerspec(_Timespec(0, 0), _Timespec(whole, rest))
+        self._value.value.seconds, self._value.value.nanoseconds = whole, rest
         assert self._libc is not None
-        if self._libc.timerfd_settime(self._fd, 0, ctypes.byref(value), None) != 0:
+        if self._libc.timerfd_settime(self._fd, 0, ctypes.byref(self._value), None) != 0:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
 
     def _expired(self) -> None:
+        waiter = self._waiter
+        if self._look is not None and waiter is not None and not waiter.done():
+            try:
+                seconds = self._look()
+            except Exception as error:  # whoever waits for the looks gets it
+                waiter.set_exception(error)
+            else:
+                if seconds is not None:
+                    self._arm(max(seconds, _SOONEST_S))  # which makes the descriptor unreadable as well
+                    return
         try:
             os.read(self._fd, 8)
         except BlockingIOError:
