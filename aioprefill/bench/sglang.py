@@ -12,7 +12,6 @@ Keys are explained in docs/benchmarks/sglang.md.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import statistics
@@ -20,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -122,17 +122,24 @@ def run(options: argparse.Namespace) -> Report:
 
 def _release() -> str:
     """SGLang's release; refuses where there is none."""
-    from importlib import metadata
-
-    if importlib.util.find_spec("sglang") is None:
+    if not _installed("sglang"):
         raise ConfigError("SGLang is missing: make install-sglang, then run .venv-sglang/bin/python")
     return metadata.version("sglang")
+
+
+def _installed(name: str) -> bool:
+    """A stand-in on the path is no installation."""
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def measure(task: Task, folder: Path) -> dict[str, Any]:
     """Run one measurement in a process of its own."""
     variables = {**os.environ, **environment(task.mode)}
-    if importlib.util.find_spec("torchvision") is None:
+    if not _installed("torchvision"):
         variables["PYTHONPATH"] = os.pathsep.join([str(STUBS), *filter(None, [os.environ.get("PYTHONPATH")])])
     result = folder / "result.json"
     result.unlink(missing_ok=True)

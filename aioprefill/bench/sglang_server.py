@@ -26,7 +26,6 @@ SERVER = {
     "mem_fraction_static": 0.5,
     "disable_cuda_graph": True,
     "skip_tokenizer_init": True,
-    "log_level": "error",
 }
 """SGLang's server arguments: nothing waits for memory or room in a batch, only for the device."""
 
@@ -70,6 +69,7 @@ def make_scheduler(task: Task) -> tuple[Any, str]:
     from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import PortArgs, ServerArgs
+    from sglang.srt.utils import configure_logger
 
     from aioprefill.bench.sglang_device import timed_kv_class
 
@@ -82,6 +82,7 @@ def make_scheduler(task: Task) -> tuple[Any, str]:
     arguments = ServerArgs(model_path=task.model, **SERVER)
     arguments.resolve_once()
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
+    configure_logger(arguments)
     ports = PortArgs.init_new(arguments)
     return Scheduler(arguments, ports), ports.scheduler_input_ipc_name
 

@@ -51,21 +51,23 @@ class Watch:
             self._reached.wait()
 
     def _hook_forwards(self) -> None:
-        """The model is replaced by one that only takes its time; so the tokens are all the same."""
+        """The model is replaced by one that only takes its time; what is around it is SGLang's own."""
         import torch
-        from sglang.srt.managers.utils import GenerationBatchResult
+        from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
         scheduler = self._scheduler
         copy_result = scheduler._copy_result_to_cpu
+        runner = scheduler.model_worker.model_runner
+        vocabulary = runner.model_config.vocab_size
 
-        def forward(batch: Any, **_: Any) -> Any:
-            return GenerationBatchResult(next_token_ids=torch.full((len(batch.reqs),), 7))
+        def forward(_input_ids: Any, _positions: Any, forward_batch: Any, *_: Any, **__: Any) -> Any:
+            return LogitsProcessorOutput(next_token_logits=torch.zeros(forward_batch.batch_size, vocabulary))
 
         def copy_delayed(result: Any, batch: Any) -> None:
             copy_result(result, batch)
             result.copy_done = self._device.launch()
 
-        scheduler.model_worker.forward_batch_generation = forward
+        runner.model.forward = forward
         scheduler._copy_result_to_cpu = copy_delayed
 
     def _hook_calls(self) -> None:
