@@ -10,12 +10,12 @@ from collections import deque
 
 REMEMBERED = 16
 """Durations kept per size."""
-EARLY = 0.93
+EARLY = 0.95
 """Part of the smallest recent duration after which looking begins."""
 EARLY_AT_FIRST = 0.85
 """The same while few durations are known."""
 FEW = 6
-CENSORED = 0.75
+CENSORED = 0.9
 """Part of a duration that is taken where the first look already found the forward done.
 
 It ended some time before; taken as it is, such a sample would confirm the late look that made it.
@@ -24,6 +24,8 @@ STEPS = 1000
 """Looks per span since looking began: the span's share that a detection may be late by."""
 FINE_S = 0.00006
 """Shortest time between two looks: beside it comes what waking up takes, which is about as long."""
+UNLIKELY = 3
+"""Factor of the time between looks before the smallest recent duration, where few forwards end."""
 OVERDUE_STEPS = 64
 MARGIN = 1.1
 """A forward is overdue at this multiple of the longest recent duration."""
@@ -32,10 +34,11 @@ MARGIN = 1.1
 class _Size:
     """What is known of forwards of one size; sums are kept, for looks are many and durations few."""
 
-    __slots__ = ("begin", "expected", "recent")
+    __slots__ = ("begin", "expected", "recent", "shortest")
 
     def __init__(self) -> None:
         self.recent: deque[float] = deque(maxlen=REMEMBERED)
+        self.shortest = 0.0
         self.begin = 0.0
         self.expected = 0.0
         """Age up to which a forward is not overdue."""
@@ -44,7 +47,8 @@ class _Size:
         """One more duration."""
         self.recent.append(seconds)
         part = EARLY_AT_FIRST if len(self.recent) < FEW else EARLY
-        self.begin = part * min(self.recent)
+        self.shortest = min(self.recent)
+        self.begin = part * self.shortest
         self.expected = MARGIN * max(self.recent)
 
 
@@ -70,6 +74,8 @@ class Pacer:
         """How long to wait until the next look, for a forward that was not done at `age_s`."""
         known = self._known(tokens)
         if known is not None and age_s <= known.expected:
+            if age_s < known.shortest:
+                return UNLIKELY * self._fine_s
             return min(max((age_s - known.begin) / STEPS, self._fine_s), self._coarse_s)
         return min(max(age_s / OVERDUE_STEPS, self._fine_s), self._overdue_s)
 
