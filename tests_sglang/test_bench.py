@@ -10,7 +10,7 @@ from aioprefill.bench import __main__ as bench
 
 KEYS = {
     *("mode", "forward_ms", "tp", "alternation", "seconds", "forwards", "requests", "load_average"),
-    *("intake_p50_us", "intake_p99_us", "detect_p50_us", "detect_p95_us"),
+    *("intake_p50_us", "intake_p99_us", "dispatch_p50_us", "detect_p50_us", "detect_p95_us"),
     *("transfer_retire_p50_us", "transfer_retire_p99_us"),
     *("main_thread_cpu_percent", "host_call_cpu_percent", "wait_cpu_percent", "idle_cpu_percent"),
     *("passes_per_s", "side_progress_percent"),
@@ -29,6 +29,7 @@ def test_each_mode_prints_a_row_with_all_keys(capsys: pytest.CaptureFixture[str]
         assert row["forwards"] == 12
         assert row["requests"] > 0
         assert 0 < row["host_call_cpu_percent"] <= row["main_thread_cpu_percent"] <= 100
+        assert 0 < row["intake_p50_us"] < row["dispatch_p50_us"]
         assert row["detect_p50_us"] >= 0
         assert row["transfer_retire_p50_us"] >= 0
     idle = {row["mode"]: row["idle_cpu_percent"] for row in found["rows"]}

@@ -177,6 +177,7 @@ def row(task: Task, alternation: int, tp: int, measured: dict[str, Any]) -> Row:
         "requests": len(intake_us),
         "intake_p50_us": round(percentile(intake_us, 50), 1),
         "intake_p99_us": round(percentile(intake_us, 99), 1),
+        "dispatch_p50_us": round(percentile(measured["dispatch_us"], 50), 1),
         "detect_p50_us": round(percentile(detect_us, 50), 1),
         "detect_p95_us": round(percentile(detect_us, 95), 1),
         "transfer_retire_p50_us": round(percentile(retire_us, 50), 1),

@@ -179,7 +179,8 @@ class Director(threading.Thread):
             "host_call_cpu_percent": (closed.host_ns - opened.host_ns) / 1e7 / took,
             "passes_per_s": (closed.passes - opened.passes) / took,
             "side_rounds_per_s": (closed.rounds - opened.rounds) / took,
-            "intake_us": [(sight.taken_ns[n] - at) / 1e3 for n, at in inside],
+            "intake_us": [(sight.received_ns[n] - at) / 1e3 for n, at in inside],
+            "dispatch_us": [(sight.dispatched_ns[n] - at) / 1e3 for n, at in inside],
             "detect_us": [(copy.detected_ns - copy.due_ns) / 1e3 for copy in forwards],
             "retire_us": [
                 (retired - success) / 1e3

@@ -21,8 +21,10 @@ REQUEST = "TokenizedGenerateReqInput"
 class Sight:
     """What was seen so far. Times are nanoseconds of the monotonic clock."""
 
-    taken_ns: dict[int, int] = field(default_factory=dict)
-    """When each request, by its number, had been dispatched: it may be prepared then."""
+    received_ns: dict[int, int] = field(default_factory=dict)
+    """When each request, by its number, had come to the scheduler: the loop's part ends there."""
+    dispatched_ns: dict[int, int] = field(default_factory=dict)
+    """When SGLang had dispatched it, its own work: it may be prepared then."""
     copies: list[DelayedCopy] = field(default_factory=list)
     """Of the results that were processed, in order."""
     passes: int = 0
@@ -134,17 +136,14 @@ class Watch:
         return watched
 
     def _dispatcher(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        timed, taken_ns = self.timed(call), self.sight.taken_ns
+        timed, dispatched_ns = self.timed(call), self.sight.dispatched_ns
 
         def watched(recv_reqs: list[Any]) -> None:
             if not recv_reqs:
                 call(recv_reqs)
                 return
             timed(recv_reqs)
-            now = time.monotonic_ns()
-            for message in recv_reqs:
-                if type(message).__name__ == REQUEST:
-                    taken_ns[int(message.rid)] = now
+            note(recv_reqs, dispatched_ns)
 
         return watched
 
@@ -161,4 +160,15 @@ class WatchedReceiver:
     def recv_requests(self, local_reqs: Any = None) -> Any:
         """See SGLang's receiver."""
         self._sight.passes += 1
-        return self._receive(local_reqs=local_reqs)
+        received = self._receive(local_reqs=local_reqs)
+        if received:
+            note(received, self._sight.received_ns)
+        return received
+
+
+def note(messages: list[Any], times_ns: dict[int, int]) -> None:
+    """Write down that it is now for these requests."""
+    now = time.monotonic_ns()
+    for message in messages:
+        if type(message).__name__ == REQUEST:
+            times_ns[int(message.rid)] = now
