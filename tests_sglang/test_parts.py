@@ -188,6 +188,41 @@ async def test_requests_that_wait_for_a_cache_tier_are_tried_again(tiers: bool, 
     wakes.close()
 
 
+@pytest.mark.asyncio
+async def test_waiting_request_whose_peer_dies_asks_for_a_preparation() -> None:
+    """The preparation is what drops it; without a slot free it would hold its place until the next result."""
+    sender, told = Sender(2), asyncio.Event()
+    scheduler = peers_of()
+    scheduler.waiting_queue = [SimpleNamespace(rid="w", disagg_kv_sender=sender)]
+    watch = PeerWatch(scheduler, moved=lambda: None, admission=told.set)
+    watch.begin()
+    await asyncio.sleep(0.08)
+    assert not told.is_set()
+    sender.state = 0
+    async with asyncio.timeout(5):
+        await told.wait()
+    watch.close()
+
+
+@pytest.mark.asyncio
+async def test_new_request_and_resume_ask_for_its_handshake_at_once() -> None:
+    """Its peer may be ready already; other input asks for nothing."""
+    scheduler = peers_of()
+    scheduler.grammar_manager, scheduler.request_receiver = Manager(), None
+    woken: list[str] = []
+    wake = Wake(lambda: None, lambda: woken.append("transfers"), lambda: None)
+    wakes = Wakes(scheduler, wake, follows=True)
+    wakes.after_input(0.0, new=True, resumed=False)
+    assert not woken
+    scheduler.disagg_prefill_bootstrap_queue.queue.append("request")
+    wakes.after_input(0.0, new=False, resumed=False)
+    assert not woken
+    wakes.after_input(0.0, new=True, resumed=False)
+    wakes.after_input(0.0, new=False, resumed=True)
+    assert len(woken) == 2
+    wakes.close()
+
+
 class Copy:
     """A `copy_done` that is done after so many questions."""
 
