@@ -114,9 +114,13 @@ class FineTimer:
             except Exception as error:  # whoever waits for the looks gets it
                 waiter.set_exception(error)
             else:
-                if seconds is not None:
-                    self._arm(max(seconds, _SOONEST_S))  # which makes the descriptor unreadable as well
-                    return
+                if seconds is None:
+                    waiter.set_result(None)
+                else:
+                    self._arm(max(seconds, _SOONEST_S))
+                # The new time makes the descriptor unreadable; else it is read in the next turn, behind the
+                # task that is woken, which is in a hurry.
+                return
         try:
             os.read(self._fd, 8)
         except BlockingIOError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,7 +72,8 @@ class SglangCompletion:
         await pacing.timer.repeat(look)
         pacing.free_at = clock()
         pacing.looks += looks
-        pacing.pacer.observe(self._tokens, pacing.free_at - started, looks)
+        took_s = pacing.free_at - started  # learned from behind the result, which is in a hurry
+        asyncio.get_running_loop().call_soon(pacing.pacer.observe, self._tokens, took_s, looks)
 
     def synchronize(self) -> None:
         """See `Completion.synchronize`."""
