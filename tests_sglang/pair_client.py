@@ -93,11 +93,13 @@ class Progress:
 
 
 class Client:
-    """Use it with `async with`. Connections are as many as requests."""
+    """Use it with `async with`. Each request has a connection of its own: servers drop those that rest."""
 
     async def __aenter__(self) -> Client:
         timeout = aiohttp.ClientTimeout(total=ANSWER_S)
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=timeout
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:

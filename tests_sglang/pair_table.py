@@ -66,23 +66,23 @@ def main() -> int:
     """1 if an answer was wrong."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--tp", type=int, default=1)
+    chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder, started = Path(name), []
         model = make_tiny_model(folder / "tiny")
         try:
-            prefills = {loop: servers.start_prefill(model, folder, loop, tp=1) for loop in LOOPS}
+            prefills = {loop: servers.start_prefill(model, folder, loop, tp=chosen.tp) for loop in LOOPS}
             started += [prefill.server for prefill in prefills.values()]
-            decode = servers.start_decode(model, folder, tp=1)
+            decode = servers.start_decode(model, folder, tp=chosen.tp)
             started.append(decode)
-            plain = servers.start_plain(model, folder, tp=1)
+            plain = servers.start_plain(model, folder, tp=chosen.tp)
             started.append(plain)
             for server in started:
                 server.wait_ready()
-            figures, wrong = asyncio.run(run(prefills, decode, plain, rounds))
+            figures, wrong = asyncio.run(run(prefills, decode, plain, chosen.rounds))
         finally:
-            for server in started:
-                server.stop()
+            servers.stop_all(started)
     print(table(medians(figures)))
     print("\n".join(["wrong answers:", *wrong]) if wrong else "all answers as the plain server's")
     return bool(wrong)
