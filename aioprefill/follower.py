@@ -17,7 +17,7 @@ from typing import NoReturn
 import msgspec
 
 from aioprefill.completion import end_of
-from aioprefill.errors import AioprefillError, HostError, RankError, RequestAborted
+from aioprefill.errors import AioprefillError, HostError, HostLeft, RankError, RequestAborted
 from aioprefill.host import Forward, ReplicatedHost, Wake
 from aioprefill.host_calls import CallMeter, CallRunner
 from aioprefill.ranks.port import RankLink
@@ -52,6 +52,8 @@ class Follower:
         self._forwards: dict[int, tuple[Forward, int]] = {}
         """Launched and not agreed: number -> forward and the digest at its launch."""
         self._told_to_stop = False
+        self._left: HostLeft | None = None
+        """The host has left; the leader's has too, at the same call, so only its last token is to come."""
         self.next_token = 0
         self.agreed = 0
         """Forwards whose votes are over here."""
@@ -66,7 +68,7 @@ class Follower:
 
     async def run(self) -> None:
         """Follow until the leader stops. Raises `RankError` when a rank is lost, the ranks diverge or the
-        leader's loop broke, and what the host raises.
+        leader's loop broke, and what the host raises; `HostLeft` when all hosts have left at one call.
 
         Whatever happens, the others are told, and the host is closed. Cancelling it does the same.
         """
@@ -85,6 +87,9 @@ class Follower:
                 watching.cancel()
         except BaseExceptionGroup as group_error:
             cause = first_cause(group_error)
+            if isinstance(cause, HostLeft):
+                logger.info("rank %d ends: %s", self._link.rank, cause)
+                raise cause from cause.__cause__
             answer = HostError(f"the scheduler stopped: {cause}")
             answer.__cause__ = cause
             logger.error("rank %d stopped: %s", self._link.rank, cause, exc_info=cause)
@@ -141,11 +146,20 @@ class Follower:
             self._told_to_stop = True
             if token.error is not None:
                 raise _leaders_error(token.detail, token.error[1])
+            if self._left is not None:
+                raise self._left
             return True
+        if self._left is not None:
+            cause = f"left the loop ({self._left}) at host call {token.number - 1}, where rank 0 went on"
+            raise RankError(self._link.rank, cause)
         if token.facts:
             self._host.give_facts(token.facts)
-        result = self._runner.run(token)
         self.next_token += 1
+        try:
+            result = self._runner.run(token)
+        except HostLeft as left:
+            self._left = left
+            return False
         if token.kind == "launch":
             self._forwards[token.detail] = result, self._digest.value
         self._launched.set()

@@ -16,7 +16,7 @@ os.environ.setdefault("SGLANG_HOST_IP", "127.0.0.1")
 os.environ.setdefault("SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX", "0")
 
 
-def make_scheduler(model: Path, **settings: Any) -> Any:
+def make_scheduler(model: Path, *, rank: int = 0, **settings: Any) -> Any:
     """A prefill Scheduler; one at a time in a process. `settings` are SGLang's server arguments."""
     import fake_transfer
     from sglang.srt.disaggregation import prefill
@@ -45,5 +45,5 @@ def make_scheduler(model: Path, **settings: Any) -> Any:
     }
     arguments = ServerArgs(**chosen)
     arguments.resolve_once()
-    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
+    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=0))
     return Scheduler(arguments, PortArgs.init_new(arguments))

@@ -17,7 +17,7 @@ from aioprefill.host import Hold, Ingested, Progress, Wake
 from aioprefill.sglang.completion import Pacing, SglangCompletion
 from aioprefill.sglang.input_order import InputOrder
 from aioprefill.sglang.inventory import aborted, counts, ending, unfinished
-from aioprefill.sglang.replica import Replica
+from aioprefill.sglang.replica import ADMISSION_CHANGED, GRAMMARS_READY, TRANSFERS_MOVED, Replica
 from aioprefill.sglang.upkeep import Upkeep
 from aioprefill.sglang.wakes import Wakes
 
@@ -67,6 +67,7 @@ class SglangHost(Replica):
         self._forwards: deque[SglangForward] = deque()
         self._barrier_pending = False
         self._wakes: Wakes | None = None
+        self._on_report: Mapping[bytes, Callable[[], None]] = {}
         self._progressed_at = 0.0
         self.on_exiting: Callable[[], None] = lambda: None
         """Called when SGLang has been told to shut down."""
@@ -83,7 +84,17 @@ class SglangHost(Replica):
         scheduler.enable_continuous_input_polling = True
         scheduler.result_queue = deque()
         self._upkeep.begin()
-        self._wakes = Wakes(scheduler, wake, follows=self._follows)
+        if self._follows:
+            self._wakes = Wakes(
+                scheduler, self.reporting(), lambda: self._report(GRAMMARS_READY), follows=True
+            )
+            return
+        self._wakes = wakes = Wakes(scheduler, wake, wake.admission, alone=self.alone)
+        self._on_report = {
+            TRANSFERS_MOVED: wake.transfers,
+            ADMISSION_CHANGED: wake.admission,
+            GRAMMARS_READY: wakes.grammars.others_ready,
+        }
 
     async def aclose(self, error: AioprefillError) -> None:
         """Give SGLang back what was its own. Its requests get no answer here: their end is SGLang's."""
@@ -106,6 +117,12 @@ class SglangHost(Replica):
     def grammars_due(self) -> bool:
         """See `Replica.grammars_due`."""
         return self._woken.grammars.due
+
+    def take_report(self, rank: int, report: bytes) -> None:
+        """See `Replica.take_report`. Unknown reports are of another version, and mean nothing here."""
+        known = self._on_report.get(report)
+        if known is not None:
+            known()
 
     # Host calls
 

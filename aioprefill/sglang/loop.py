@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from aioprefill.config import SglangConfig
-from aioprefill.errors import HostLeft
+from aioprefill.errors import HostError, HostLeft
+from aioprefill.follower import Follower
+from aioprefill.ranks.port import RankLink
 from aioprefill.scheduler import PrefillScheduler
 from aioprefill.sglang.completion import Pacing, cuda_for
 from aioprefill.sglang.host import SglangHost
@@ -20,7 +23,7 @@ from aioprefill.version import __version__
 logger = logging.getLogger(__name__)
 
 Entered = Callable[[PrefillScheduler], None]
-"""Is told of the loop once it runs."""
+"""Is told of the loop once it runs; not on a rank that follows."""
 
 
 def run_loop(
@@ -28,8 +31,9 @@ def run_loop(
 ) -> None:
     """Serve until SGLang is told to shut down; every launched forward is processed by then.
 
-    Call it where SGLang's own loop would run: on its thread and inside its stream. Whatever SGLang raises
-    passes through, bare: a role switch leaves that way, and the loop can be entered again afterwards.
+    Call it where SGLang's own loop would run: on its thread and inside its stream, at TP > 1 on every rank.
+    Whatever SGLang raises passes through, bare: a role switch leaves that way, and the loop can be entered
+    again afterwards. Raises `RankError` when another rank is lost.
     """
     import torch
     import uvloop
@@ -37,8 +41,8 @@ def run_loop(
     cuda = cuda_for(scheduler.device)
     loop = uvloop.new_event_loop()
     try:
-        with torch.no_grad():
-            loop.run_until_complete(_serve(scheduler, config, cuda, release, on_entered))
+        with torch.no_grad(), _linked(scheduler) as link:
+            loop.run_until_complete(_serve(scheduler, config, cuda, release, on_entered, link))
     except HostLeft as left:
         assert left.__cause__ is not None
         raise left.__cause__ from None
@@ -47,7 +51,31 @@ def run_loop(
         loop.close()
 
 
-async def _serve(scheduler: Any, config: SglangConfig, cuda: Any, release: str, on_entered: Entered) -> None:
+@contextmanager
+def _linked(scheduler: Any) -> Iterator[RankLink | None]:
+    """The way to the other ranks, where there are any. Blocking."""
+    if int(scheduler.tp_size) == 1:
+        yield None
+        return
+    from aioprefill.sglang.ranks import SglangGroup
+
+    group = SglangGroup.of(scheduler)
+    link = group.link()
+    try:
+        yield link
+    finally:
+        if not link.voting:  # else its thread sits in a collective, and this process ends
+            group.close()
+
+
+async def _serve(
+    scheduler: Any,
+    config: SglangConfig,
+    cuda: Any,
+    release: str,
+    on_entered: Entered,
+    link: RankLink | None,
+) -> None:
     loop = asyncio.get_running_loop()
     pacing = Pacing(FineTimer(), cuda)
     host = SglangHost(
@@ -58,9 +86,12 @@ async def _serve(scheduler: Any, config: SglangConfig, cuda: Any, release: str, 
         stall_limit_s=config.loop.stall_limit_s,
         input_poll_s=config.input_poll_s,
     )
+    if link is not None and link.rank > 0:
+        await _follow(scheduler, Follower(host, link, slow_call_s=config.loop.slow_call_s), link, release)
+        return
     exiting = asyncio.Event()
     host.on_exiting = exiting.set
-    running = PrefillScheduler(host, config.loop)
+    running = PrefillScheduler(host, config.loop, ranks=link)
     async with running:
         facts = facts_of(scheduler, config, pacing, release)
         logger.info(describe(facts))
@@ -71,6 +102,17 @@ async def _serve(scheduler: Any, config: SglangConfig, cuda: Any, release: str, 
             await running.drain(config.shutdown_timeout_s)
             if left := host.unfinished():
                 logger.warning("not finished at shutdown: %s", ", ".join(left))
+
+
+async def _follow(scheduler: Any, follower: Follower, link: RankLink, release: str) -> None:
+    """Make rank 0's host calls until it stops."""
+    logger.info(
+        "aioprefill %s follows rank 0 in the prefill loop of SGLang %s: rank %d of %d",
+        *(__version__, release, link.rank, link.size),
+    )
+    await follower.run()
+    if not scheduler.gracefully_exit:
+        raise HostError("rank 0 has ended the loop, though SGLang was not told to shut down")
 
 
 def _counters(scheduler: Any, running: PrefillScheduler) -> dict[str, Plain]:

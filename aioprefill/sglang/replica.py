@@ -1,8 +1,11 @@
 """The part of SGLang's host that matters where there are several ranks.
 
-Inputs are no facts here, for SGLang broadcasts them inside `ingest`, and its transfers need no reports, for
-it reduces them over the ranks itself. What is left for the leader to decide is whether a preparation looks
-at grammars: each rank has its own, and they are ready at different times.
+Inputs are no facts here, for SGLang broadcasts them inside `ingest`, and what became of transfers needs no
+reports, for it reduces that over the ranks itself. What is left for the leader to decide is whether a
+preparation looks at grammars: each rank has its own, and they are ready at different times.
+
+Followers report what may make another host call worth while: their peers have moved, their grammars are
+ready. It becomes no fact, for it decides nothing but when the leader makes that call.
 """
 
 from __future__ import annotations
@@ -12,7 +15,13 @@ from typing import Any
 
 import msgspec
 
+from aioprefill.host import Wake
+
 _LOOK_AT_GRAMMARS = b"g"
+TRANSFERS_MOVED = b"transfers"
+ADMISSION_CHANGED = b"admission"
+GRAMMARS_READY = b"grammars"
+"""What followers report."""
 
 
 class Replica:
@@ -20,6 +29,8 @@ class Replica:
 
     def __init__(self) -> None:
         self._follows = False
+        self._size = 1
+        self._report: Callable[[bytes], None] = lambda _: None
         self._facts = b""
         """Came, or were sent, with the host call to come."""
 
@@ -49,12 +60,28 @@ class Replica:
     def follow(self, report: Callable[[bytes], None]) -> None:
         """See `ReplicatedHost.follow`."""
         self._follows = True
+        self._report = report
+
+    @property
+    def alone(self) -> bool:
+        """There is one rank."""
+        return self._size == 1 and not self._follows
+
+    def reporting(self) -> Wake:
+        """On a follower: what wakes a leader's tasks is reported to it instead."""
+        return Wake(
+            input=lambda: None,
+            transfers=lambda: self._report(TRANSFERS_MOVED),
+            admission=lambda: self._report(ADMISSION_CHANGED),
+        )
 
     def lead(self, size: int, *, recorded: bool) -> None:
         """See `ReplicatedHost.lead`."""
+        self._size = size
 
     def take_report(self, rank: int, report: bytes) -> None:
-        """See `ReplicatedHost.take_report`: there are none."""
+        """See `ReplicatedHost.take_report`: the leader is woken as by what it sees itself."""
+        raise NotImplementedError
 
     def at_rest(self) -> bool:
         """See `ReplicatedHost.at_rest`: what SGLang decides by cannot be forgotten."""

@@ -11,6 +11,8 @@ class Shape:
     """What matters of a server's arguments."""
 
     tensor_ranks: int = 1
+    world_ranks: int | None = None
+    """Of the torch.distributed group that the tensor-parallel ones are in; None: not known."""
     pipeline_ranks: int = 1
     attention_data_ranks: int = 1
     attention_context_ranks: int = 1
@@ -40,18 +42,20 @@ class Shape:
             return "a diffusion language model"
         if self.multiplexed:
             return "PD multiplexing"
-        if self.tensor_ranks > 1:
-            return f"tensor parallelism ({self.tensor_ranks} ranks)"
+        if self.tensor_ranks > 1 and self.world_ranks not in (None, self.tensor_ranks):
+            return f"tensor parallelism ({self.tensor_ranks} ranks) among {self.world_ranks} processes"
         return None
 
 
 def shape_of(scheduler: Any) -> Shape:
     """The shape of a scheduler; needs SGLang's published configuration."""
+    import torch.distributed
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
     return Shape(
         tensor_ranks=parallel.tp_size,
+        world_ranks=torch.distributed.get_world_size() if torch.distributed.is_initialized() else None,
         pipeline_ranks=parallel.pp_size,
         attention_data_ranks=parallel.attn_dp_size,
         attention_context_ranks=parallel.attn_cp_size,

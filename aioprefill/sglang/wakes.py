@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from aioprefill.host import Wake
@@ -16,19 +17,30 @@ TIERS_S = 0.1
 
 
 class Wakes:
-    """Made on the loop, closed once. A follower is woken by its leader only, and has grammars alone."""
+    """Made on the loop, closed once. A follower has no sockets, and what wakes it is told to its leader.
 
-    def __init__(self, scheduler: Any, wake: Wake, *, follows: bool) -> None:
+    `grammars_ready` is called when a look at grammars is due, `alone` says that there is one rank.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        wake: Wake,
+        grammars_ready: Callable[[], None],
+        *,
+        alone: bool = False,
+        follows: bool = False,
+    ) -> None:
         self._scheduler = scheduler
         self._wake = wake
+        self._follows = follows
         self._tiers = any(getattr(scheduler, name, False) for name in TIERS)
         self._tiers_at = 0.0
-        self.grammars = GrammarGate(scheduler.grammar_manager, wake.admission)
+        self.grammars = GrammarGate(scheduler.grammar_manager, grammars_ready, alone=alone, follows=follows)
+        self._peers = PeerWatch(scheduler, moved=wake.transfers, admission=wake.admission)
         self._sockets: InputSockets | None = None
-        self._peers: PeerWatch | None = None
         if not follows:
             self._sockets = InputSockets(sockets_of(scheduler.request_receiver), wake.input)
-            self._peers = PeerWatch(scheduler, moved=wake.transfers, admission=wake.admission)
 
     @property
     def by_sockets(self) -> bool:
@@ -38,17 +50,19 @@ class Wakes:
     @property
     def transfers_needed(self) -> bool:
         """There is a handshake or a transfer to move."""
-        return self._peers is not None and self._peers.needed
+        return self._peers.needed
 
     @property
     def peer_looks(self) -> int:
         """Looks at senders so far."""
-        return 0 if self._peers is None else self._peers.looks
+        return self._peers.looks
 
     def after_input(self, now: float, *, new: bool, resumed: bool) -> None:
         """Input was dispatched: `new` requests among it, or the end of a pause."""
         self.grammars.watch(now)
         self.after_call()
+        if self._follows:
+            return  # the leader has the same input
         if self._tiers and self._scheduler.waiting_queue and now - self._tiers_at >= TIERS_S:
             self._tiers_at = now
             self._wake.admission()  # a preparation pumps the tiers, and admits what they have fetched
@@ -59,8 +73,7 @@ class Wakes:
         """SGLang may have used its sockets, or filled the queues whose peers are watched."""
         if self._sockets is not None:
             self._sockets.look()
-        if self._peers is not None:
-            self._peers.begin()
+        self._peers.begin()
 
     def close(self) -> None:
         """Give SGLang back what was its own. Idempotent."""
