@@ -92,7 +92,12 @@ class Follower:
                 raise cause from cause.__cause__
             answer = HostError(f"the scheduler stopped: {cause}")
             answer.__cause__ = cause
-            logger.error("rank %d stopped: %s", self._link.rank, cause, exc_info=cause)
+            logger.error(
+                "rank %d stopped: %s",
+                self._link.rank,
+                cause,
+                exc_info=None if isinstance(cause, RankError) else cause,
+            )
             if not self._told_to_stop:  # else all know already
                 self._link.failed(cause)
             raise cause from None

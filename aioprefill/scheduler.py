@@ -219,7 +219,9 @@ class PrefillScheduler(Operations):
                 culprit = cause.rank if isinstance(cause, RankError) else self._ranks.rank
             answer = HostError(f"the scheduler stopped: {cause}")
             answer.__cause__ = cause
-            logger.error("the loop stopped: %s", cause, exc_info=cause)
+            logger.error(
+                "the loop stopped: %s", cause, exc_info=None if isinstance(cause, RankError) else cause
+            )
             raise cause from None
         finally:
             self._ending = True
