@@ -13,8 +13,17 @@ import numpy as np
 import pytest
 
 from aioprefill.config import NativeConfig, SchedulerConfig
-from aioprefill.errors import DeviceError, HostError, ModelError, RankError, RequestAborted, RequestTimeout
+from aioprefill.errors import (
+    DeviceError,
+    HostError,
+    HostLeft,
+    ModelError,
+    RankError,
+    RequestAborted,
+    RequestTimeout,
+)
 from aioprefill.follower import Follower
+from aioprefill.host import Hold, Ingested
 from aioprefill.native.host import NativeHost
 from aioprefill.request import PrefillHandle, PrefillRequest, Timeouts
 from aioprefill.sampling_params import SamplingParams
@@ -289,6 +298,48 @@ async def test_R2_a_rank_that_decides_differently_is_named_by_all(monkeypatch: p
             for running in g.running:
                 with pytest.raises(RankError, match="rank 2 decided differently"):
                     await running
+            g.running.clear()
+
+
+def leaves(monkeypatch: pytest.MonkeyPatch, host: NativeHost, at: int) -> None:
+    """The host leaves the loop by itself at its intake number `at`."""
+    own, calls = host.ingest, iter(range(at))
+
+    def ingest(now: float, *, hold: Hold) -> Ingested:
+        if next(calls, None) is None:
+            raise HostLeft("it changes its role") from LookupError("the host's own")
+        return own(now, hold=hold)
+
+    monkeypatch.setattr(host, "ingest", ingest)
+
+
+@virtual_time
+async def test_hosts_that_leave_end_all_ranks_at_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Followers wait for the leader's last token; nobody is at fault, and what each left by is kept."""
+    with pytest.raises(HostLeft, match="role"):
+        async with group(3) as g:
+            for host in g.hosts:
+                leaves(monkeypatch, host, 2)
+            g.submit("r")
+            await g.scheduler.wait_stopped()
+            for running in g.running:
+                with pytest.raises(HostLeft, match="role") as left:
+                    await running
+                assert isinstance(left.value.__cause__, LookupError)
+            assert {follower.next_token for follower in g.followers} == {g.scheduler._order.next_number - 1}
+            g.running.clear()
+
+
+@virtual_time
+async def test_a_host_that_leaves_alone_is_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader's has decided differently, and goes on."""
+    with pytest.raises(RankError, match="rank 1 left the loop"):
+        async with group(2) as g:
+            leaves(monkeypatch, g.hosts[1], 2)
+            g.submit("r")
+            await g.scheduler.wait_stopped()
+            with pytest.raises(RankError, match="rank 1 left the loop"):
+                await g.running[0]
             g.running.clear()
 
 

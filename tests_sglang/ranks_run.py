@@ -34,6 +34,8 @@ RANKS = 2
 START_S = 120.0
 SCHEDULE_S = 35.0
 """Longer than the harness lets one run take."""
+LOST = 3
+"""Exit code of ranks after one was lost."""
 DELAYS_S = (0.0, 0.003, 0.02)
 REFERENCE_EVERY = 8
 """Every so manieth schedule is compared with SGLang's own loop, at the same number of ranks."""
@@ -78,10 +80,10 @@ def be_rank(rank: int, options: argparse.Namespace) -> None:
     _say({"ready": rank})
     for seed in range(options.first, options.first + options.schedules):
         _say(play(bench, rank, seed))
-    if options.then == "die" and rank == 1:
-        os._exit(1)
-    if options.then == "die":
-        lose(bench)
+    if options.then == "ends":
+        _say(switch_role(bench))
+        _say(play(bench, rank, options.first))
+        lose_a_rank(bench, rank)
     sys.stdout.flush()
     os._exit(0)  # SGLang's threads have no end of their own
 
@@ -111,6 +113,8 @@ def play(bench: Any, rank: int, seed: int) -> dict[str, Any]:
         plain = Script(seed, faults=False, pauses=False, grammars=kinds.grammars)
         reference = bench.run("blocking", plain.arrivals)
     script = Script(seed, faults=kinds.faults, pauses=True, late=kinds.optimistic, grammars=kinds.grammars)
+    aborted = [a.message.rid for a in script.arrivals if type(a.message).__name__ == "AbortReq"]
+    script.spoilt |= {rid for rid in script.lengths if rid.startswith(tuple(aborted))}  # as SGLang takes them
     chance = random.Random(seed * RANKS + rank)
     attempts = get_disagg().override(optimistic_prefill_attempts=2) if kinds.optimistic else nullcontext()
     started = time.monotonic()
@@ -121,7 +125,10 @@ def play(bench: Any, rank: int, seed: int) -> dict[str, Any]:
             peers=skewed(script.peers, chance) if rank else script.peers,
             delay_s=lambda _: chance.choice(DELAYS_S),
         )
-    script.check(run, reference or run)
+    try:
+        script.check(run, reference or run)
+    except AssertionError as error:
+        raise AssertionError(f"schedule {seed}: {error}") from error
     decided = {
         "order": [what for what in run.order if what != "health"],
         "batches": run.batches,
@@ -158,17 +165,52 @@ def skewed(peers: Mapping[str, Any], chance: random.Random) -> dict[str, Any]:
     }
 
 
-def lose(bench: Any) -> None:
-    """Rank 1 has gone: what leaves the loop."""
-    from harness import Arrival
+def switch_role(bench: Any) -> dict[str, Any]:
+    """SGLang leaves its loop on all ranks, as for another role: how each has left, and at which call."""
+    from harness import Arrival, Run
     from messages import prompt, request
+    from sglang.srt.disaggregation.role_switch import PdRoleSwitchRestart
+
+    scheduler, seen = bench.scheduler, []
+
+    def prepare(run: Run) -> None:
+        own = scheduler.process_input_requests
+
+        def process(messages: Any) -> None:
+            own(messages)
+            seen.extend(message.rid for message in messages)
+            if seen:
+                raise PdRoleSwitchRestart
+
+        scheduler.process_input_requests = process
 
     try:
-        bench.run("plugin", [Arrival(request("late", prompt(1, 20)))])
+        bench.run("plugin", [Arrival(request("gone", prompt(1, 20)))], prepare=prepare)
+    except PdRoleSwitchRestart as left:
+        told = {"left": type(left).__name__, "seen": seen}
+    else:
+        told = {"left": "", "seen": seen}
+    del scheduler.process_input_requests
+    for request_ in scheduler.disagg_prefill_bootstrap_queue.queue:
+        scheduler.req_to_metadata_buffer_idx_allocator.free(request_.metadata_buffer_index)
+    scheduler.disagg_prefill_bootstrap_queue.queue.clear()  # a real switch is made without requests
+    return told
+
+
+def lose_a_rank(bench: Any, rank: int) -> None:
+    """Rank 1 dies while both are in the loop: what leaves that of rank 0."""
+    from harness import Arrival, Run
+    from messages import prompt, request
+
+    def prepare(run: Run) -> None:
+        if rank == 1:
+            bench.scheduler.run_batch = lambda batch: os._exit(LOST)
+
+    try:
+        bench.run("plugin", [Arrival(request("late", prompt(1, 20)))], prepare=prepare)
     except Exception as error:
         _say({"lost": f"{type(error).__name__}: {error}"})
-    sys.stdout.flush()
-    os._exit(3)
+    os._exit(LOST)
 
 
 def _say(fact: Mapping[str, Any]) -> None:
@@ -193,6 +235,7 @@ class Outcome:
     def schedules(self) -> int:
         """How many both ranks have played alike. Fails at the first that differs."""
         played = [[line for line in lines if "seed" in line] for lines in self.lines]
+        assert len(played[0]) == len(played[1])
         for first, second in zip(*played, strict=True):
             same = ("seed", "decided", "forwards", "requests")
             assert all(first[key] == second[key] for key in same), f"the ranks differ: {first}, {second}"
@@ -222,7 +265,7 @@ def run_ranks(model: Path, port: int, schedules: int, *, first: int = 0, then: s
         texts = [(out.read_text(), err.read_text()) for out, err in files]
         lines = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in texts]
         seconds = sum(line.get("seconds", 0.0) for line in lines[0])
-        return Outcome(lines, codes, seconds, [err[-3000:] for _, err in texts])
+        return Outcome(lines, codes, seconds, [err[-6000:] for _, err in texts])
 
 
 def main() -> None:
@@ -235,7 +278,7 @@ def main() -> None:
     parser.add_argument("--as-rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--then", default="end", choices=("end", "die"), help=argparse.SUPPRESS)
+    parser.add_argument("--then", default="end", choices=("end", "ends"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank >= 0:
         be_rank(options.as_rank, options)

@@ -181,7 +181,7 @@ async def test_requests_that_wait_for_a_cache_tier_are_tried_again(tiers: bool, 
     scheduler.waiting_queue = [SimpleNamespace(rid="w", disagg_kv_sender=Sender(2))]
     woken: list[str] = []
     wake = Wake(input=lambda: None, transfers=lambda: None, admission=lambda: woken.append("admission"))
-    wakes = Wakes(scheduler, wake, follows=True)
+    wakes = Wakes(scheduler, wake, wake.admission)
     for now in (1.0, 1.05, 1.09, 1.11, 1.3):
         wakes.after_input(now, new=False, resumed=False)
     assert len(woken) == times
@@ -211,7 +211,7 @@ async def test_new_request_and_resume_ask_for_its_handshake_at_once() -> None:
     scheduler.grammar_manager, scheduler.request_receiver = Manager(), None
     woken: list[str] = []
     wake = Wake(lambda: None, lambda: woken.append("transfers"), lambda: None)
-    wakes = Wakes(scheduler, wake, follows=True)
+    wakes = Wakes(scheduler, wake, wake.admission)
     wakes.after_input(0.0, new=True, resumed=False)
     assert not woken
     scheduler.disagg_prefill_bootstrap_queue.queue.append("request")

@@ -278,6 +278,8 @@ class FollowerLink:
         """
         if self._closed:
             return
+        if self.error is None and self._taken > self._told:
+            self._say()  # rank 0 waits for it, and its question may come too late
         self._closed = True
         self._pump.close(linger_ms=int(timeout_s * 1000))
         await end_context(self._context)

@@ -63,6 +63,10 @@ def _linked(scheduler: Any) -> Iterator[RankLink | None]:
     link = group.link()
     try:
         yield link
+    except RuntimeError as error:
+        if link.lost is None:
+            raise
+        raise link.lost from error
     finally:
         if not link.voting:  # else its thread sits in a collective, and this process ends
             group.close()

@@ -6,6 +6,7 @@ of that meeting, once for each time the loop is entered; afterwards nobody waits
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import os
@@ -20,7 +21,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from aioprefill.errors import ConfigError, RankError
 from aioprefill.ranks.group import RankGroup
 from aioprefill.ranks.place import RankPlace
-from aioprefill.ranks.runtime import GroupLink
+from aioprefill.ranks.runtime import BLAME_S, GroupLink
 from aioprefill.ranks.wires import LOOPBACK, Wires
 
 logger = logging.getLogger(__name__)
@@ -67,9 +68,9 @@ class SglangGroup(RankGroup):
             raise RankError(rank, cause) from err
         return group
 
-    def link(self) -> GroupLink:
+    def link(self) -> SglangLink:
         """This rank's way to the others, for one run of the loop."""
-        return GroupLink(self, timeout_s=self.vote_timeout_s, on_stuck=_leave)
+        return SglangLink(self, timeout_s=self.vote_timeout_s, on_stuck=_leave)
 
     def close(self) -> None:
         """Leave the vote's group; SGLang's own stay. Idempotent.
@@ -81,6 +82,41 @@ class SglangGroup(RankGroup):
         self._closed = True
         self.wires.close()
         dist.destroy_process_group(self.vote_group)
+
+
+class SglangLink(GroupLink):
+    """Names the rank that was lost where one of SGLang's own collectives was the first to notice.
+
+    Such a collective raises a bare `RuntimeError` in a host call. So before one is told to the others, the
+    watch has a moment to say who it is: `lost`, from `aclose` on.
+    """
+
+    lost: RankError | None = None
+    _broke: RuntimeError | None = None
+
+    def failed(self, error: BaseException) -> None:
+        """See `RankLink.failed`; a `RuntimeError` is told in `aclose`."""
+        if isinstance(error, RuntimeError):
+            self._broke = error
+        else:
+            super().failed(error)
+
+    async def aclose(self) -> None:
+        """See `RankLink.aclose`. After a `RuntimeError` it takes up to `BLAME_S` longer."""
+        error, self._broke = self._broke, None
+        if error is not None:
+            self.lost = await self._suspected()
+            super().failed(self.lost or error)
+        await super().aclose()
+
+    async def _suspected(self) -> RankError | None:
+        if self._lost is None:
+            return None
+        try:
+            async with asyncio.timeout(BLAME_S):
+                return await asyncio.shield(self._lost)
+        except TimeoutError:
+            return None
 
 
 def address_for(arguments: Any) -> str:
