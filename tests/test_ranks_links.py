@@ -146,6 +146,21 @@ def test_a_closing_leader_waits_no_longer_than_for_the_last_token(run):
     run(scenario())
 
 
+def test_a_closing_leader_does_not_wait_for_a_follower_that_has_left_before(run):
+    """Leaving says what was taken, before anybody has asked."""
+
+    async def scenario():
+        async with linked(2) as (leader, _, (follower,), (side,)):
+            for _ in range(3):
+                leader.send(b"token")
+            await wait_until(lambda: len(side.tokens) == 3, "the tokens")
+            await follower.aclose()
+            async with asyncio.timeout(5):
+                await leader.aclose(60)
+
+    run(scenario())
+
+
 def test_reports_made_before_closing_arrive(run):
     """The follower leaves at once after 50 reports, too many for the buffers between."""
 

@@ -59,6 +59,8 @@ ATTRIBUTES = (
     "result_queue",
     "return_health_check_ipcs",
     "running_batch",
+    "server_args.dist_init_addr",
+    "server_args.nnodes",
     "tp_size",
     "waiting_queue",
 )
