@@ -257,6 +257,7 @@ async def test_completion_waits_and_teaches_the_pacer() -> None:
     await completion.wait()
     assert completion.ended
     assert pacing.looks == 4
+    await asyncio.sleep(0)  # the waiter is woken first, then the pacer is told
     assert pacing.pacer.begin(64) > 0
     pacing.timer.close()
 
