@@ -59,11 +59,14 @@ class Round:
         self._cases = cases
         self._stage = stage
         self._number = number
-        self._seen = 0
+        self._accepted = self._seen = 0
         self._stopped = False
 
     def _watch(self, message: Message) -> None:
         """Act in the very turn in which the stage shows; a transfer is held up by a stopped worker."""
+        self._accepted += isinstance(message, Accepted)
+        if isinstance(message, Accepted) and self._accepted == REQUESTS and self._stage != "handshake":
+            self._worker.signal(signal.SIGCONT)
         kind, count = MESSAGE_OF["prefill" if self._stage == "transfer" else self._stage]
         self._seen += isinstance(message, kind)
         if self._stage == "transfer":
@@ -105,9 +108,11 @@ class Round:
             assert 0 < at["prefilled"] < REQUESTS and at["transferring"] > 0, at
 
     async def begin(self) -> None:
-        """Submit; returns when the worker has got its signal."""
-        if self._stage == "handshake":
-            self._worker.signal(signal.SIGSTOP)
+        """Submit; returns when the worker has got its signal.
+
+        The worker is stopped until all are accepted, so that they are concurrent: no handshake ends before.
+        """
+        self._worker.signal(signal.SIGSTOP)
         self.streams = []
         for index in range(REQUESTS):
             case = self._cases[index % len(self._cases)]
