@@ -20,6 +20,7 @@ from aioprefill.completion import end_of
 from aioprefill.errors import AioprefillError, HostError, HostLeft, RankError, RequestAborted
 from aioprefill.host import Forward, ReplicatedHost, Wake
 from aioprefill.host_calls import CallMeter, CallRunner
+from aioprefill.ranks.lost import LostRank
 from aioprefill.ranks.port import RankLink
 from aioprefill.signals import Signal
 from aioprefill.tp_agree import CallToken, Digest, decode_token
@@ -48,7 +49,7 @@ class Follower:
         self._come = Signal()
         self._launched = Signal()
         self._agreed_more = Signal()
-        self._lost: asyncio.Future[NoReturn] | None = None
+        self._lost: LostRank | None = None
         self._forwards: dict[int, tuple[Forward, int]] = {}
         """Launched and not agreed: number -> forward and the digest at its launch."""
         self._told_to_stop = False
@@ -73,15 +74,14 @@ class Follower:
         Whatever happens, the others are told, and the host is closed. Cancelling it does the same.
         """
         answer: AioprefillError = RequestAborted("the scheduler stopped")
-        loop = asyncio.get_running_loop()
-        self._lost = loop.create_future()
+        self._lost = LostRank()
         self._host.follow(self._link.send)
         self._host.bind(Wake(input=_nothing, transfers=_nothing, admission=_nothing))
         self._link.start(self._on_message, self._on_lost)
         try:
             async with asyncio.TaskGroup() as group:
                 voting = group.create_task(self._vote(), name="aioprefill.vote_task")
-                watching = group.create_task(self._watch(self._lost), name="aioprefill.rank_task")
+                watching = group.create_task(self._lost.wait(), name="aioprefill.rank_task")
                 await group.create_task(self._follow(), name="aioprefill.follow_task")
                 voting.cancel()
                 watching.cancel()
@@ -119,15 +119,8 @@ class Follower:
         self._come.set()
 
     def _on_lost(self, error: RankError) -> None:
-        if self._lost is not None and not self._lost.done():
-            self._lost.set_exception(error)
-
-    async def _watch(self, lost: asyncio.Future[NoReturn]) -> NoReturn:
-        try:
-            await asyncio.shield(lost)
-        finally:
-            lost.cancel()
-        raise AssertionError("unreachable")
+        if self._lost is not None:
+            self._lost.set(error)
 
     # The two tasks
 

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from aioprefill.config import SchedulerConfig
 from aioprefill.errors import AioprefillError, HostError, HostLeft, RankError, RequestAborted
@@ -20,6 +20,7 @@ from aioprefill.loop_core import LoopCore
 from aioprefill.operations import Frontend, Operations
 from aioprefill.pipeline import Pipeline
 from aioprefill.prepare_task import prepare_task
+from aioprefill.ranks.lost import LostRank
 from aioprefill.ranks.port import RankLink
 from aioprefill.recording import Recording
 from aioprefill.request import PrefillHandle, PrefillRequest
@@ -64,7 +65,7 @@ class PrefillScheduler(Operations):
         self._ranks = ranks
         self._recording = recording
         self._runner_of_calls = CallRunner(host, self._meter, None if ranks is None else ranks.progress)
-        self._lost: asyncio.Future[NoReturn] | None = None
+        self._lost: LostRank | None = None
         """Fails when another rank is lost."""
         self._core: LoopCore | None = None
         self._stop = asyncio.Event()
@@ -118,7 +119,7 @@ class PrefillScheduler(Operations):
             Wake(input=signals.input.set, transfers=signals.transfers.set, admission=admission_changed)
         )
         if self._ranks is not None:
-            self._lost = loop.create_future()
+            self._lost = LostRank()
             self._ranks.start(self._on_report, self._on_lost)
         signals.input.set()
         self._runner = asyncio.create_task(self._run(self._core), name="aioprefill.scheduler")
@@ -164,8 +165,8 @@ class PrefillScheduler(Operations):
         cast(ReplicatedHost, self._host).take_report(rank, report)
 
     def _on_lost(self, error: RankError) -> None:
-        if self._lost is not None and not self._lost.done():
-            self._lost.set_exception(error)
+        if self._lost is not None:
+            self._lost.set(error)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -198,7 +199,7 @@ class PrefillScheduler(Operations):
                 tasks: list[asyncio.Task[Any]] = []
                 if self._ranks is not None:
                     assert self._lost is not None
-                    tasks.append(group.create_task(_raise_from(self._lost), name="aioprefill.rank_task"))
+                    tasks.append(group.create_task(self._lost.wait(), name="aioprefill.rank_task"))
                     await self._ranks.wait_connected()
                 self._begun.set()
                 tasks += [
@@ -355,12 +356,3 @@ class PrefillScheduler(Operations):
 
 async def _named(task: Callable[[LoopCore], Any], core: LoopCore) -> None:
     await task(core)
-
-
-async def _raise_from(lost: asyncio.Future[NoReturn]) -> NoReturn:
-    """Wait for the error that a lost rank is."""
-    try:
-        await asyncio.shield(lost)
-    finally:
-        lost.cancel()
-    raise AssertionError("unreachable")
