@@ -28,7 +28,12 @@ REQUESTS = 100
 LEASE_S = 1.5
 LIMIT_S = 60.0
 STAGES = ("handshake", "prefill", "transfer", "decoding")
-MESSAGE_OF = {"handshake": (Accepted, REQUESTS), "prefill": (FirstToken, 30), "decoding": (Token, 300)}
+MESSAGE_OF = {
+    "handshake": (Accepted, REQUESTS),
+    "prefill": (FirstToken, 30),
+    "transfer": (FirstToken, 1),
+    "decoding": (Token, 300),
+}
 """Which message, and how many of it, shows that a stage is reached."""
 
 
@@ -60,29 +65,16 @@ class Round:
         self._stage = stage
         self._number = number
         self._accepted = self._seen = 0
-        self._stopped = False
 
     def _watch(self, message: Message) -> None:
-        """Act in the very turn in which the stage shows; a transfer is held up by a stopped worker."""
+        """Act in the very turn in which the stage shows."""
         self._accepted += isinstance(message, Accepted)
         if isinstance(message, Accepted) and self._accepted == REQUESTS and self._stage != "handshake":
             self._worker.signal(signal.SIGCONT)
-        kind, count = MESSAGE_OF["prefill" if self._stage == "transfer" else self._stage]
+        kind, count = MESSAGE_OF[self._stage]
         self._seen += isinstance(message, kind)
-        if self._stage == "transfer":
-            if self._seen >= count and not self._stopped:
-                self._stopped = True
-                self._worker.signal(signal.SIGSTOP)
-            elif not self._stopped or not self._transferring():
-                return
-            elif not self.hit.is_set():
-                self._act()
-        elif self._seen >= count and not self.hit.is_set():
+        if self._seen >= count and not self.hit.is_set():
             self._act()
-
-    def _transferring(self) -> bool:
-        """First tokens came after the stop, so their KV cannot have arrived."""
-        return self._seen >= 3 + MESSAGE_OF["prefill"][1]
 
     def _act(self) -> None:
         self._worker.signal(self._number)
@@ -104,15 +96,21 @@ class Round:
             assert at["prefilled"] == 0, at
         elif self._stage == "decoding":
             assert at["decoding"] > 0, at
+        elif self._stage == "transfer":
+            assert at["transferring"] == at["prefilled"] > 0 and at["decoding"] == 0, at
         else:
-            assert 0 < at["prefilled"] < REQUESTS and at["transferring"] > 0, at
+            assert 0 < at["prefilled"] < REQUESTS, at
 
     async def begin(self) -> None:
         """Submit; returns when the worker has got its signal.
 
         The worker is stopped until all are accepted, so that they are concurrent: no handshake ends before.
+        A transfer is held up: the forwards wait until the worker has reserved pages for all and is stopped
+        again, so no KV can have arrived when the first token comes.
         """
         self._worker.signal(signal.SIGSTOP)
+        if self._stage == "transfer":
+            await self.client.pause("in_place")
         self.streams = []
         for index in range(REQUESTS):
             case = self._cases[index % len(self._cases)]
@@ -128,6 +126,11 @@ class Round:
                 )
             )
         async with asyncio.timeout(LIMIT_S):
+            if self._stage == "transfer":
+                while (await self.client.stats("decode"))["rooms_reserved"] < REQUESTS:
+                    pass
+                self._worker.signal(signal.SIGSTOP)
+                await self.client.resume()
             await self.hit.wait()
         self._check_stage()
 
@@ -211,10 +214,15 @@ def answers(tiny_llama: Path) -> list[Case]:
 
 @asynccontextmanager
 async def bench(tiny_llama: Path, answers: list[Case]) -> AsyncIterator[Bench]:
-    """Ends with the prefill process told to stop: it must have outlived everything."""
+    """Ends with the prefill process told to stop: it must have outlived everything.
+
+    Without a prefix cache, so that the prompts take some hundred forwards: a signal comes while most wait.
+    """
     options = ("--model", str(tiny_llama), "--dtype", "fp32", "--kv-memory", "16MiB", "--threads", "1")
     options += ("--lease-s", str(LEASE_S))
-    prefill = await ServerProcess.start("serve", "--listen", LOOPBACK, "--chunk-tokens", "128", *options)
+    prefill = await ServerProcess.start(
+        "serve", "--listen", LOOPBACK, "--chunk-tokens", "128", "--no-prefix-cache", *options
+    )
     world = Bench(prefill, answers, options)
     try:
         await prefill.wait_ready()
