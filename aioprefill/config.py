@@ -26,6 +26,7 @@ from aioprefill.config_kinds import (
     Switch,
 )
 from aioprefill.config_option import Checked, SettingsConflict, option, own_options
+from aioprefill.pacer import FINE_S
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 PREFILL_ENDPOINT = "tcp://127.0.0.1:7410"
@@ -339,6 +340,11 @@ class SglangConfig(Checked):
         0.005,
         Seconds(0.001, 10),
         "Inside SGLang: interval of intake where the receiver has no sockets to watch.",
+    )
+    look_s: float = option(
+        FINE_S,
+        Seconds(0.00001, 0.1),
+        "Inside SGLang: shortest time between two looks for the end of a forward. Longer: less CPU, found later.",
     )
     loop: SchedulerConfig = field(default_factory=SchedulerConfig)
 

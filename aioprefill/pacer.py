@@ -61,8 +61,8 @@ class Pacer:
 
     def __init__(self, *, fine_s: float = FINE_S, coarse_s: float = 0.0008, overdue_s: float = 0.02) -> None:
         self._fine_s = fine_s
-        self._coarse_s = coarse_s
-        self._overdue_s = overdue_s
+        self._coarse_s = max(fine_s, coarse_s)
+        self._overdue_s = max(fine_s, overdue_s)
         self._sizes: dict[int, _Size] = {}
 
     def begin(self, tokens: int) -> float:

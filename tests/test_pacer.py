@@ -47,6 +47,19 @@ def test_learned_forwards_are_found_finely_and_cheaply(forward_s: float) -> None
     assert max(looks) <= 0.3 * forward_s / FINE_S
 
 
+def test_longer_looks_cost_less_and_are_later() -> None:
+    """The shortest time between two looks is a setting: ten times longer, there are fewer, none closer."""
+    chance = random.Random(4)
+    durations = [0.1 * chance.uniform(0.9, 1.1) for _ in range(40)]
+    looks = {}
+    for fine_s in (FINE_S, 10 * FINE_S, 0.05):
+        pacer = Pacer(fine_s=fine_s)
+        looks[fine_s] = sum(detect(pacer, 100, seconds)[1] for seconds in durations)
+        assert min(pacer.next_look(100, age / 1000) for age in range(1, 400)) >= fine_s
+    fine, coarse, coarsest = looks.values()
+    assert coarse <= fine / 4 and coarsest <= coarse
+
+
 def test_late_detection_does_not_confirm_itself() -> None:
     """Forwards become ten times faster: first looks that come too late shrink the estimate."""
     pacer = Pacer()

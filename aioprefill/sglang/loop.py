@@ -12,6 +12,7 @@ from typing import Any
 from aioprefill.config import SglangConfig
 from aioprefill.errors import HostError, HostLeft
 from aioprefill.follower import Follower
+from aioprefill.pacer import Pacer
 from aioprefill.ranks.port import RankLink
 from aioprefill.scheduler import PrefillScheduler
 from aioprefill.sglang.completion import Pacing, cuda_for
@@ -81,7 +82,7 @@ async def _serve(
     link: RankLink | None,
 ) -> None:
     loop = asyncio.get_running_loop()
-    pacing = Pacing(FineTimer(), cuda)
+    pacing = Pacing(FineTimer(), cuda, Pacer(fine_s=config.look_s))
     host = SglangHost(
         scheduler,
         pacing,
