@@ -344,7 +344,7 @@ class SglangConfig(Checked):
     look_s: float = option(
         FINE_S,
         Seconds(0.00001, 0.1),
-        "Inside SGLang: shortest time between two looks for the end of a forward. Longer: less CPU, found later.",
+        "Inside SGLang: shortest time between looks for the end of a forward. Longer: less CPU, found later.",
     )
     loop: SchedulerConfig = field(default_factory=SchedulerConfig)
 
