@@ -1,10 +1,11 @@
 """The plugin's loop against SGLang's own two, on SGLang's real scheduler: what waiting for forwards costs.
 
 Modes alternate: `sglang_blocking` (SGLang's overlap loop, which waits in `synchronize`), `sglang_polling`
-(the same with its continuous input polling) and `plugin`. Each measurement has a process of its own, for a
-scheduler is made once in a process. The model is replaced by one that only takes its time (`forward_ms`),
-transfers by ones that end some time after their last chunk; both go by the clock. Requests come from another
-process, over SGLang's own socket. Run it where SGLang is installed (`make install-sglang`).
+(the same with its continuous input polling) and `plugin`. Each measurement has a process of its own for each
+rank, for a scheduler is made once in a process. The model is replaced by one that only takes its time
+(`forward_ms`), transfers by ones that end some time after their last chunk; both go by the clock. Requests
+come from another process, over SGLang's own socket; several ranks meet over Gloo. Run it where SGLang is
+installed (`make install-sglang`).
 
 Keys are explained in docs/benchmarks/sglang.md.
 """
@@ -12,13 +13,12 @@ Keys are explained in docs/benchmarks/sglang.md.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,28 +26,19 @@ from typing import Any
 import msgspec
 
 from aioprefill.bench.report import Report, Row, percentile
-from aioprefill.bench.sglang_server import BLOCKING, MODES, PLUGIN, POLLING, Task, environment
+from aioprefill.bench.sglang_ranks import combined
+from aioprefill.bench.sglang_server import MODES, Task, environment
+from aioprefill.bench.sglang_summary import summary
 from aioprefill.errors import ConfigError
 
 STUBS = Path(__file__).parents[2] / "tests_sglang" / "stubs"
 """Stand-ins for what SGLang imports and does not need on a CPU."""
+RANKS = (1, 2)
+"""The model can be parted among more, but each rank wants a core."""
 TIMEOUT_S = 120.0
 """Of one measurement, beyond its forwards."""
-IDLE_LIMIT_PERCENT = 10.0
-INTAKE_LIMIT_US = 500.0
-TARGETS_AT_MS = (100.0, 500.0)
-RATIOS: dict[str, tuple[float, Callable[[dict[str, Row]], float]]] = {
-    "wait_cpu_to_polling": (0.5, lambda by: _ratio(by, "wait_cpu_percent", POLLING)),
-    "cpu_to_blocking": (1.2, lambda by: _ratio(by, "main_thread_cpu_percent", BLOCKING)),
-    "transfer_retire_p99_to_better": (
-        0.2,
-        lambda by: max(_ratio(by, "transfer_retire_p99_us", mode) for mode in (BLOCKING, POLLING)),
-    ),
-    "detect_p50_to_polling": (0.7, lambda by: _ratio(by, "detect_p50_us", POLLING)),
-    "detect_p95_to_polling": (1.5, lambda by: _ratio(by, "detect_p95_us", POLLING)),
-}
-"""Ratios of one alternation, the plugin's figure over a stock loop's, and the most that each may be."""
 COLUMNS = (
+    "tp",
     "forward_ms",
     "mode",
     "main_thread_cpu_percent",
@@ -73,15 +64,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--idle-seconds", type=float, default=5.0, help="without requests, after the forwards"
     )
+    parser.add_argument(
+        "--alone-seconds", type=float, default=2.0, help="of the side thread alone, before and after"
+    )
     parser.add_argument("--alternations", type=int, default=3)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--tp", type=int, default=1, help="ranks; only 1 so far")
+    parser.add_argument("--tp", type=int, nargs="+", choices=RANKS, default=[1], help="tensor-parallel ranks")
 
 
 def run(options: argparse.Namespace) -> Report:
     """Measure."""
-    if options.tp != 1:
-        raise SystemExit(f"--tp {options.tp}: the plugin serves one rank so far; leave --tp out")
     report = Report(
         "sglang",
         {
@@ -101,21 +93,22 @@ def run(options: argparse.Namespace) -> Report:
         from aioprefill.testing.models import make_tiny_llama
 
         model = make_tiny_llama(Path(folder) / "tiny")
-        for alternation in range(options.alternations):
-            for forward_ms in options.forward_ms:
-                for mode in options.modes:
-                    task = Task(
-                        mode=mode,
-                        forward_ms=forward_ms,
-                        jitter=options.jitter,
-                        forwards=options.forwards,
-                        rate=options.rate,
-                        tokens=options.tokens,
-                        idle_s=options.idle_seconds,
-                        model=str(model),
-                    )
-                    measured = measure(task, Path(folder))
-                    report.rows.append(row(task, alternation, options.tp, measured))
+        for alternation, forward_ms, ranks, mode in itertools.product(
+            range(options.alternations), options.forward_ms, options.tp, options.modes
+        ):
+            task = Task(
+                mode=mode,
+                forward_ms=forward_ms,
+                jitter=options.jitter,
+                forwards=options.forwards,
+                rate=options.rate,
+                tokens=options.tokens,
+                idle_s=options.idle_seconds,
+                alone_s=options.alone_seconds,
+                model=str(model),
+                ranks=ranks,
+            )
+            report.rows.append(row(task, alternation, measure(task, Path(folder))))
     report.summary = summary(report.rows)
     return report
 
@@ -136,9 +129,9 @@ def _installed(name: str) -> bool:
     return True
 
 
-def measure(task: Task, folder: Path) -> dict[str, Any]:
-    """Run one measurement in a process of its own."""
-    variables = {**os.environ, **environment(task.mode)}
+def measure(task: Task, folder: Path) -> list[dict[str, Any]]:
+    """Run one measurement in processes of its own; what each rank has measured."""
+    variables = {**os.environ, **environment(task.mode, task.ranks)}
     if not _installed("torchvision"):
         variables["PYTHONPATH"] = os.pathsep.join([str(STUBS), *filter(None, [os.environ.get("PYTHONPATH")])])
     result = folder / "result.json"
@@ -153,8 +146,10 @@ def measure(task: Task, folder: Path) -> dict[str, Any]:
         check=False,
     )
     if ended.returncode or not result.exists():
-        raise RuntimeError(f"{task.mode} at {task.forward_ms} ms failed:\n{_end_of(ended.stderr)}")
-    measured: dict[str, Any] = json.loads(result.read_text())
+        raise RuntimeError(
+            f"{task.mode} at {task.forward_ms} ms, tp {task.ranks}, failed:\n{_end_of(ended.stderr)}"
+        )
+    measured: list[dict[str, Any]] = json.loads(result.read_text())
     return measured
 
 
@@ -163,14 +158,15 @@ def _end_of(text: str) -> str:
     return text.partition("nanobind:")[0][-4000:]
 
 
-def row(task: Task, alternation: int, tp: int, measured: dict[str, Any]) -> Row:
-    """One measurement."""
+def row(task: Task, alternation: int, ranks: list[dict[str, Any]]) -> Row:
+    """One measurement, from what each rank has measured."""
+    measured = combined(ranks)
     cpu, host = measured["main_thread_cpu_percent"], measured["host_call_cpu_percent"]
     intake_us, detect_us, retire_us = (measured[key] for key in ("intake_us", "detect_us", "retire_us"))
     return {
         "mode": task.mode,
         "forward_ms": task.forward_ms,
-        "tp": tp,
+        "tp": task.ranks,
         "alternation": alternation,
         "seconds": round(measured["seconds"], 2),
         "forwards": len(detect_us),
@@ -180,55 +176,17 @@ def row(task: Task, alternation: int, tp: int, measured: dict[str, Any]) -> Row:
         "dispatch_p50_us": round(percentile(measured["dispatch_us"], 50), 1),
         "detect_p50_us": round(percentile(detect_us, 50), 1),
         "detect_p95_us": round(percentile(detect_us, 95), 1),
+        "detect_last_rank_p50_us": round(percentile(measured["detect_last_rank_us"], 50), 1),
         "transfer_retire_p50_us": round(percentile(retire_us, 50), 1),
         "transfer_retire_p99_us": round(percentile(retire_us, 99), 1),
         "main_thread_cpu_percent": round(cpu, 2),
+        "cpu_percent_by_rank": [round(one["main_thread_cpu_percent"], 2) for one in ranks],
+        "process_cpu_percent": round(measured["process_cpu_percent"], 2),
         "host_call_cpu_percent": round(host, 2),
         "wait_cpu_percent": round(cpu - host, 2),
         "passes_per_s": round(measured["passes_per_s"], 1),
         "side_progress_percent": round(measured["side_progress_percent"], 2),
         "idle_cpu_percent": round(measured["idle_cpu_percent"], 2),
+        "idle_cpu_worst_percent": round(max(one["idle_cpu_percent"] for one in ranks), 2),
         "load_average": round(measured["load_average"], 2),
     }
-
-
-def _ratio(by_mode: dict[str, Row], key: str, to: str) -> float:
-    theirs = by_mode[to][key]
-    return float(by_mode[PLUGIN][key] / theirs) if theirs else float("inf")
-
-
-def summary(rows: list[Row]) -> dict[str, Any]:
-    """Medians over the alternations, by delay; `missed` names what is not reached of what must be."""
-    found: dict[str, Any] = {}
-    missed: list[str] = []
-
-    def put(key: str, values: list[float], limit: float | None = None) -> float:
-        found[key] = round(statistics.median(values), 4)
-        if limit is not None and found[key] > limit:
-            missed.append(f"{key} {found[key]} > {limit}")
-        return float(found[key])
-
-    for forward_ms in dict.fromkeys(one["forward_ms"] for one in rows):
-        name = f"{forward_ms:g}ms"
-        here = [one for one in rows if one["forward_ms"] == forward_ms]
-        alternations = dict.fromkeys(one["alternation"] for one in here)
-        sets = [{one["mode"]: one for one in here if one["alternation"] == a} for a in alternations]
-        judged = forward_ms in TARGETS_AT_MS
-        if all(len(by_mode) == len(MODES) for by_mode in sets):
-            for key, (limit, ratio) in RATIOS.items():
-                put(f"{key}_{name}", [ratio(by_mode) for by_mode in sets], limit if judged else None)
-            side = [
-                by_mode[PLUGIN]["side_progress_percent"]
-                - max(by_mode[mode]["side_progress_percent"] for mode in (BLOCKING, POLLING))
-                for by_mode in sets
-            ]
-            if put(f"side_progress_over_better_{name}", side) < 0 and judged:
-                missed.append(f"side_progress_over_better_{name} < 0")
-        ours = [by_mode[PLUGIN]["intake_p50_us"] for by_mode in sets if PLUGIN in by_mode]
-        if ours:
-            put(f"intake_p50_us_{name}", ours, INTAKE_LIMIT_US if judged else None)
-    for mode in dict.fromkeys(one["mode"] for one in rows):
-        idle = [one["idle_cpu_percent"] for one in rows if one["mode"] == mode]
-        put(f"idle_cpu_percent_{mode}", idle, IDLE_LIMIT_PERCENT if mode == PLUGIN else None)
-    found["missed"] = missed
-    return found

@@ -14,6 +14,13 @@ from sglang.srt.disaggregation.base.conn import BaseKVManager, BaseKVSender, KVP
 
 TRANSFER_S = (0.006, 0.054)
 """Shortest and longest transfer, from the send of its last chunk on."""
+SKEW_S = 0.002
+"""Most that a forward or a transfer takes longer on one rank than on another."""
+
+
+def skew_ns(what: str, rank: int, ranks: int) -> int:
+    """What this takes longer on this rank: the same in each run, nothing where there is one rank."""
+    return int(random.Random(f"{what}, rank {rank}").uniform(0, SKEW_S) * 1e9) if ranks > 1 else 0
 
 
 class DelayedCopy:
@@ -45,9 +52,15 @@ class DelayedCopy:
 
 
 class Device:
-    """Forwards that take `forward_ms` ± `jitter`, one after the other; the same times in each run."""
+    """Forwards that take `forward_ms` ± `jitter`, one after the other; the same times in each run.
 
-    def __init__(self, forward_ms: float, jitter: float) -> None:
+    Ranks draw the same times. The skew of a rank only puts off the end that it sees, so that they do not
+    drift apart: real ranks meet in every layer.
+    """
+
+    def __init__(self, forward_ms: float, jitter: float, *, rank: int = 0, ranks: int = 1) -> None:
+        self._rank, self._ranks = rank, ranks
+        self._launched = 0
         self._random = random.Random(1)
         self._forward_ns = forward_ms * 1e6
         self._jitter = jitter
@@ -57,15 +70,16 @@ class Device:
         """A forward is queued; its `copy_done`."""
         took_ns = self._forward_ns * self._random.uniform(1 - self._jitter, 1 + self._jitter)
         self._free_ns = max(self._free_ns, time.monotonic_ns()) + int(took_ns)
-        return DelayedCopy(self._free_ns)
+        self._launched += 1
+        return DelayedCopy(self._free_ns + skew_ns(f"forward {self._launched}", self._rank, self._ranks))
 
 
 class Retirements:
     """When transfers ended and were retired; SGLang makes the senders itself, so they report here."""
 
     def __init__(self) -> None:
-        self.done: list[tuple[int, int]] = []
-        """(success, retired), nanoseconds of the monotonic clock."""
+        self.done: list[tuple[int, int, int]] = []
+        """(room, success, retired), the latter two in nanoseconds of the monotonic clock."""
 
 
 RETIREMENTS = Retirements()
@@ -77,6 +91,7 @@ class TimedManager(BaseKVManager):  # type: ignore[misc]
     def __init__(self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool | None = False) -> None:
         super().__init__(args, mode, server_args, is_mla_backend)
         self.kv_args = args
+        self.ranks = int(server_args.tp_size)
         self.req_to_decode_prefix_len: dict[int, int] = {}
 
     def register_to_bootstrap(self) -> None:
@@ -87,10 +102,16 @@ class TimedSender(BaseKVSender):  # type: ignore[misc]
     """One room's sender: its peer is there at once, and has everything some time after the last chunk."""
 
     def __init__(
-        self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
+        self,
+        mgr: TimedManager,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        req_has_disagg_prefill_dp_rank: bool = False,
     ) -> None:
         self.kv_mgr = mgr
+        self._room = bootstrap_room
         self._takes_ns = int(random.Random(bootstrap_room).uniform(*TRANSFER_S) * 1e9)
+        self._takes_ns += skew_ns(f"room {bootstrap_room}", mgr.kv_args.engine_rank, mgr.ranks)
         self._success_ns: int | None = None
 
     def poll(self) -> int:
@@ -127,7 +148,7 @@ class TimedSender(BaseKVSender):  # type: ignore[misc]
     def clear(self) -> None:
         """The request is retired."""
         if self._success_ns is not None:
-            RETIREMENTS.done.append((self._success_ns, time.monotonic_ns()))
+            RETIREMENTS.done.append((self._room, self._success_ns, time.monotonic_ns()))
 
     def abort(self) -> None:
         """Nothing is given up here."""

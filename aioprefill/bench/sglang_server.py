@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from array import array
 from typing import Any
@@ -42,11 +43,18 @@ class Task(msgspec.Struct):
     tokens: int
     """Of a prompt, on average: from a fifth of it to nine fifths."""
     idle_s: float
+    alone_s: float
+    """How long the side thread runs alone, before and after, to know what it manages."""
     model: str
+    ranks: int = 1
+    """Tensor-parallel ones, each with a process of its own."""
+    rank: int = 0
+    meeting: str = ""
+    """Where ranks meet, HOST:PORT; empty: rank 0 chooses."""
 
 
-def environment(mode: str) -> dict[str, str]:
-    """What SGLang, and the plugin, read from the environment, by mode."""
+def environment(mode: str, ranks: int) -> dict[str, str]:
+    """What SGLang, and the plugin, read from the environment, by mode. Each of several ranks has a core."""
     chosen = {
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_HOST_IP": "127.0.0.1",
@@ -55,6 +63,9 @@ def environment(mode: str) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
+    if ranks > 1:
+        cores = os.cpu_count() or 1
+        chosen["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % cores) for rank in range(ranks))
     return {**chosen, "AIOPREFILL": "require"} if mode == PLUGIN else {**chosen, "AIOPREFILL": "0"}
 
 
@@ -79,9 +90,10 @@ def make_scheduler(task: Task) -> tuple[Any, str]:
         raise RuntimeError(f"mode {task.mode}, but SGLang's plugins have put the other loop in place")
     prefill.get_kv_class = timed_kv_class
     bootstrap.maybe_init_shared_mooncake_transfer_engine = lambda **_: None
-    arguments = ServerArgs(model_path=task.model, **SERVER)
+    shape = {"tp_size": task.ranks, "dist_init_addr": task.meeting or None}
+    arguments = ServerArgs(model_path=task.model, **shape, **SERVER)
     arguments.resolve_once()
-    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
+    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=task.rank, dp_rank=None, gpu_id=0))
     configure_logger(arguments)
     ports = PortArgs.init_new(arguments)
     return Scheduler(arguments, ports), ports.scheduler_input_ipc_name
