@@ -54,7 +54,7 @@ class Task(msgspec.Struct):
 
 
 def environment(mode: str, ranks: int) -> dict[str, str]:
-    """What SGLang, and the plugin, read from the environment, by mode. Each of several ranks has a core."""
+    """What SGLang, and the plugin, read from the environment, by mode. Several ranks need cores named."""
     chosen = {
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_HOST_IP": "127.0.0.1",
@@ -93,7 +93,8 @@ def make_scheduler(task: Task) -> tuple[Any, str]:
     shape = {"tp_size": task.ranks, "dist_init_addr": task.meeting or None}
     arguments = ServerArgs(model_path=task.model, **shape, **SERVER)
     arguments.resolve_once()
-    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=task.rank, dp_rank=None, gpu_id=0))
+    place = SpawnRanks(world_rank=task.rank, dp_rank=None, gpu_id=task.rank)
+    publish(arguments, role="scheduler", ranks=place)
     configure_logger(arguments)
     ports = PortArgs.init_new(arguments)
     return Scheduler(arguments, ports), ports.scheduler_input_ipc_name
