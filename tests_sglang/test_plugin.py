@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import logging
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +101,16 @@ def lack_release(monkeypatch: pytest.MonkeyPatch) -> str:
     return "SGLang 0.6.0 is not supported, only 0.5.23"
 
 
+def lack_metadata(monkeypatch: pytest.MonkeyPatch) -> str:
+    """An SGLang that is imported from a checkout on the path."""
+
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    return "SGLang's release is not known"
+
+
 def lack_uvloop(monkeypatch: pytest.MonkeyPatch) -> str:
     """No uvloop."""
     own = importlib.util.find_spec
@@ -107,7 +118,7 @@ def lack_uvloop(monkeypatch: pytest.MonkeyPatch) -> str:
     return "uvloop is not installed: pip install uvloop"
 
 
-@pytest.mark.parametrize("lack", [lack_release, lack_uvloop])
+@pytest.mark.parametrize("lack", [lack_release, lack_metadata, lack_uvloop])
 def test_what_is_missing_falls_back_or_refuses(
     bench: Bench,
     sglang_plugins: Any,
@@ -216,32 +227,47 @@ def test_gpu_without_binding_or_driver_says_so(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(DeviceError, match=r"cudaErrorInsufficientDriver.*driver installed"):
         completion.cuda_for("cuda")
     monkeypatch.undo()
-    monkeypatch.setitem(__import__("sys").modules, "cuda.bindings", None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(ConfigError, match="pip install cuda-bindings"):
         completion.cuda_for("cuda")
 
 
-@pytest.mark.parametrize("missing", ["binding", "driver"])
+@pytest.fixture(params=["cuda-bindings", "cudaErrorNoDevice"])
+def broken_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A scheduler that believes to be on a GPU, without the binding or a driver; what is told of it."""
+    if request.param == "cuda-bindings":
+        monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    else:
+        monkeypatch.setattr(completion, "cuda_runtime", lambda: runtime("cudaErrorNoDevice"))
+    own = completion.cuda_for
+    monkeypatch.setattr(completion, "cuda_for", lambda _: own("cuda"))
+    return str(request.param)
+
+
 def test_gpu_fault_falls_back(
     bench: Bench,
     sglang_plugins: Any,
+    broken_gpu: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    missing: str,
 ) -> None:
-    """A scheduler on a GPU that cannot be asked: SGLang's own loop, with the reason."""
-
-    def cuda_for(_: str) -> Any:
-        if missing == "binding":
-            raise ConfigError("device cuda needs the package cuda-bindings: pip install cuda-bindings")
-        raise DeviceError("cudaErrorNoDevice", "no GPU can be used", sticky=True)
-
-    monkeypatch.setattr(completion, "cuda_for", cuda_for)
+    """AIOPREFILL=1 on a GPU that cannot be asked: SGLang's own loop, with the reason."""
     monkeypatch.setenv("AIOPREFILL", "1")
     sglang_plugins.load_plugins()
     assert bench.run("hooked", [Arrival(request("a", prompt(1, 30)))]).results == 1
-    words = "cuda-bindings" if missing == "binding" else "cudaErrorNoDevice"
-    assert any(words in r.getMessage() for r in caplog.records)
+    warnings = [r.getMessage() for r in caplog.records if broken_gpu in r.getMessage()]
+    assert len(warnings) == 1
+    assert "SGLang's own prefill loop runs" in warnings[0]
+
+
+def test_gpu_fault_is_refused_where_the_loop_is_required(
+    bench: Bench, sglang_plugins: Any, broken_gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AIOPREFILL=require: an error that ends SGLang's process, and says what is missing."""
+    monkeypatch.setenv("AIOPREFILL", "require")
+    sglang_plugins.load_plugins()
+    with pytest.raises(ConfigError, match=f"{broken_gpu}.*refuses"):
+        bench.run("hooked", [Arrival(request("a", prompt(1, 30)))])
 
 
 @pytest.mark.parametrize(

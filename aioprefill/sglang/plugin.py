@@ -61,7 +61,11 @@ def register() -> None:
         config = resolve_settings("sglang").build(SglangConfig)
     except ConfigError as error:
         raise SystemExit(f"aioprefill: {error}") from error
-    release = importlib.metadata.version("sglang")
+    try:
+        release = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        _fall_back(mode, "SGLang's release is not known: it is imported from where it is not installed")
+        return
     fault = release_fault(release) or missing_package()
     if fault is not None:
         _fall_back(mode, fault)
