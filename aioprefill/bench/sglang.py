@@ -188,5 +188,6 @@ def row(task: Task, alternation: int, ranks: list[dict[str, Any]]) -> Row:
         "side_progress_percent": round(measured["side_progress_percent"], 2),
         "idle_cpu_percent": round(measured["idle_cpu_percent"], 2),
         "idle_cpu_worst_percent": round(max(one["idle_cpu_percent"] for one in ranks), 2),
+        "idle_process_cpu_worst_percent": round(max(one["idle_process_cpu_percent"] for one in ranks), 2),
         "load_average": round(measured["load_average"], 2),
     }

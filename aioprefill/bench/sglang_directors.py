@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -116,19 +117,40 @@ class Director(threading.Thread):
             "passes_per_s": (closed.passes - opened.passes) / took_s,
             "side_rounds_per_s": (closed.rounds - opened.rounds) / took_s,
             "idle_cpu_percent": 100 * (after.cpu_s - before.cpu_s) / idle_s,
+            "idle_process_cpu_percent": 100 * (after.process_s - before.process_s) / idle_s,
             "due_ns": [copy.due_ns for copy in copies],
             "detected_ns": [copy.detected_ns for copy in copies],
             "transfers": RETIREMENTS.done,
         }
 
 
+class Orders(threading.Thread):
+    """Takes the lines that rank 0 sends to another rank's process, which must not outlive rank 0's."""
+
+    def __init__(self) -> None:
+        super().__init__(name="orders", daemon=True)
+        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        """Rank 0 closes its end only by ending."""
+        for line in sys.stdin:
+            self.lines.put(line.strip())
+        print("the process of rank 0 has ended", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
 class FollowingDirector(Director):
     """On a rank other than 0."""
 
+    def __init__(self, watch: Watch, side: SideThread, orders: Orders) -> None:
+        super().__init__(watch, side)
+        self._lines = orders.lines
+
     def direct(self) -> None:
-        """Read when told. Where nobody is left to tell, this rank must end as well."""
+        """Read when told."""
         for moment in MOMENTS:
-            line = sys.stdin.readline().strip()
+            line = self._lines.get()
             if line != moment:
                 raise RuntimeError(f"told {line!r} instead of {moment!r}")
             self.read(moment)

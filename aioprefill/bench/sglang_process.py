@@ -25,6 +25,7 @@ from aioprefill.bench.sglang_directors import (
     Director,
     FollowingDirector,
     LeadingDirector,
+    Orders,
     start_client,
 )
 from aioprefill.bench.sglang_server import Task, encode_messages, make_scheduler
@@ -56,21 +57,22 @@ class Follower(Child):
 
 def measure(task: Task, folder: Path) -> list[dict[str, Any]]:
     """Run one scheduler once; what came of it, on rank 0 by rank. On the main thread, once in a process."""
-    if task.ranks > 1 and not task.meeting:
+    if task.rank == 0:
         task = msgspec.structs.replace(task, meeting=f"127.0.0.1:{_free_port()}")
-    followers = [Follower(task, rank, folder) for rank in range(1, task.ranks)] if task.rank == 0 else []
+    orders = Orders() if task.rank else None
+    followers = [] if task.rank else [Follower(task, rank, folder) for rank in range(1, task.ranks)]
     scheduler, endpoint = make_scheduler(task)
     watch = Watch(scheduler, Device(task.forward_ms, task.jitter, rank=task.rank, ranks=task.ranks))
     side = SideThread()
     director: Director
     client = None
-    if task.rank == 0:
+    if orders is None:
         messages = folder / "messages"
         messages.write_bytes(msgspec.msgpack.encode(encode_messages(task)))
         client = start_client(endpoint, messages, task.rate)
         director = LeadingDirector(task, scheduler, watch, side, client, followers)
     else:
-        director = FollowingDirector(watch, side)
+        director = FollowingDirector(watch, side, orders)
     gc.collect()
     gc.freeze()
     alone = [side.rate_alone(task.alone_s)]

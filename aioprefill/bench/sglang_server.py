@@ -50,7 +50,7 @@ class Task(msgspec.Struct):
     """Tensor-parallel ones, each with a process of its own."""
     rank: int = 0
     meeting: str = ""
-    """Where ranks meet, HOST:PORT; empty: rank 0 chooses."""
+    """Where ranks meet, HOST:PORT; rank 0 chooses it."""
 
 
 def environment(mode: str, ranks: int) -> dict[str, str]:
@@ -90,7 +90,7 @@ def make_scheduler(task: Task) -> tuple[Any, str]:
         raise RuntimeError(f"mode {task.mode}, but SGLang's plugins have put the other loop in place")
     prefill.get_kv_class = timed_kv_class
     bootstrap.maybe_init_shared_mooncake_transfer_engine = lambda **_: None
-    shape = {"tp_size": task.ranks, "dist_init_addr": task.meeting or None}
+    shape = {"tp_size": task.ranks, "dist_init_addr": task.meeting}
     arguments = ServerArgs(model_path=task.model, **shape, **SERVER)
     arguments.resolve_once()
     place = SpawnRanks(world_rank=task.rank, dp_rank=None, gpu_id=task.rank)
