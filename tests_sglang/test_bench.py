@@ -30,7 +30,7 @@ KEYS = {
 }
 SHORT = ("--forward-ms", "20", "--forwards", "12", "--alternations", "1", "--idle-seconds", "0.5")
 RAN = {1: MODES, 2: (POLLING, PLUGIN)}
-"""Modes by the number of ranks. Imports take 10 s of CPU for each rank and mode, so that blocking runs at one."""
+"""Modes by the number of ranks. Imports take 10 s of CPU for each rank and mode, hence not all at two."""
 RUN_S = 240.0
 
 Found = dict[str, Any]
