@@ -81,6 +81,18 @@ def behind(moment: Moment, delay_s: float) -> Moment:
     return due
 
 
+def looks(moment: Moment, count: int) -> Moment:
+    """At the receive of that number, counted from the first one that sees another moment."""
+    seen: set[int] = set()
+
+    def due(run: Run) -> bool:
+        if moment(run):
+            seen.add(run.calls)
+        return len(seen) >= count
+
+    return due
+
+
 @dataclass
 class Arrival:
     """One message and when it is shown."""

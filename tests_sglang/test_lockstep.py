@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from harness import Arrival, Bench, Run, results, whole
-from messages import abort, pause, prompt, request, resume
+from harness import Arrival, Bench, Moment, Run, launches, looks, results, start, whole
+from messages import abort, finish, pause, prompt, request, resume
 
 LOOPS = ("blocking", "polling", "plugin")
 SEEDS = range(40)
@@ -85,3 +85,69 @@ def test_same_with_an_abort(bench: Bench, at: int) -> None:
     runs = [bench.run(loop, arrivals()) for loop in LOOPS]
     same(runs)
     assert len(runs[-1].outcomes["long"]) == 1
+
+
+ONE_RECEIVE = {
+    "pause, resume": lambda mode: [pause(mode), resume()],
+    "pause, resume, request": lambda mode: [pause(mode), resume(), request("late", prompt(3, 90))],
+    "pause, request, resume": lambda mode: [pause(mode), request("late", prompt(3, 90)), resume()],
+    "request, pause, resume, request": lambda mode: [
+        request("late", prompt(3, 90)),
+        pause(mode),
+        resume(),
+        request("later", prompt(4, 20)),
+    ],
+    "pause, resume, pause, resume": lambda mode: [pause(mode), resume(), pause("retract"), resume()],
+}
+"""What comes in by one receive, a resume among it."""
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+@pytest.mark.parametrize("what", ONE_RECEIVE)
+def test_P1_same_with_pause_and_resume_in_one_receive(bench: Bench, depth: int, mode: str, what: str) -> None:
+    """While `depth` forwards are pending, none of them done: held as one, dispatched as one, in its order."""
+
+    def arrivals() -> list[Arrival]:
+        moment: Moment = looks(launches(depth), 3) if depth else start  # SGLang waits from the second look on
+        first = [Arrival(request("first", prompt(1, 60 if depth == 1 else 300)))] if depth else []
+        return [
+            *first,
+            *(Arrival(message, moment) for message in ONE_RECEIVE[what](mode)),
+            Arrival(request("end", prompt(9, 10)), moment),
+            *([Arrival(finish(bench, *range(depth)), looks(moment, 3))] if depth else []),
+        ]
+
+    runs = [
+        bench.run(loop, arrivals(), delay_s=lambda number: None if number < depth else 0.004)
+        for loop in ("polling", "plugin")
+    ]
+    same(runs)
+
+
+@pytest.mark.parametrize("first", ["in_place", "retract"])
+@pytest.mark.parametrize("second", ["in_place", "retract"])
+@pytest.mark.parametrize("at", [0, 1, 3])
+@pytest.mark.parametrize("between", [False, True])
+def test_P1_same_with_resume_and_pause_in_one_receive(
+    bench: Bench, first: str, second: str, at: int, between: bool
+) -> None:
+    """While paused, with a kept result or none: the resume ends nothing that the pause behind it begins."""
+
+    def arrivals() -> list[Arrival]:
+        paused: Moment = looks(lambda _: bench.scheduler._engine_paused, 2)
+        again: Moment = looks(paused, 3)
+        middle = [Arrival(request("between", prompt(7, 40)), paused)] if between else []
+        return [
+            Arrival(request("long", prompt(1, 300))),
+            Arrival(pause(first), results(at)),
+            Arrival(resume(), paused),
+            *middle,
+            Arrival(pause(second), paused),
+            Arrival(request("behind", prompt(3, 40)), paused),
+            Arrival(resume(), again),
+        ]
+
+    runs = [bench.run(loop, arrivals(), delay_s=0.01) for loop in LOOPS]
+    same(runs)
+    assert runs[-1].paused_launches == 0

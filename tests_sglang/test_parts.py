@@ -289,6 +289,7 @@ class Inputs:
     def __init__(self, *messages: Any) -> None:
         self._deferred_input_requests: list[Any] = []
         self._socket = list(messages)
+        self.result_queue: list[Any] = []
         self.dispatched: list[Any] = []
 
     def ingest_requests(self, stop_at_pause: bool = False) -> list[Any]:

@@ -127,7 +127,10 @@ class SglangHost(Replica):
     # Host calls
 
     def ingest(self, now: float, *, hold: Hold) -> Ingested:
-        """See `PrefillHost.ingest`. Raises `HostLeft` when SGLang changes its role."""
+        """See `PrefillHost.ingest`. Raises `HostLeft` when SGLang changes its role.
+
+        A call does not end behind a resume: in SGLang a pause that comes with it begins at once.
+        """
         self.take_look()
         scheduler = self._scheduler
         self._apply_pending_barrier()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,23 +40,32 @@ class InputOrder:
         return bool(deferred) and _is_pause(deferred[0]) and deferred[0].mode == "retract"
 
     def take(self, hold: Hold) -> Taken:
-        """Receive, and dispatch up to the first pause that `hold` keeps back."""
+        """Receive, and dispatch up to the first pause that `hold` keeps back.
+
+        Behind a result that a retract pause has processed, transfers are retired as behind every other: a
+        flush or a weight update that came with the pause finds them gone.
+        """
         scheduler = self._scheduler
-        keeps = hold.pauses or hold.retract or (self._barrier and hold.weights)
-        dispatched = list(scheduler.ingest_requests(stop_at_pause=keeps))
+        dispatched = list(scheduler.ingest_requests(stop_at_pause=True))
         while count := self._free(hold):
             part = scheduler._deferred_input_requests[:count]
             del scheduler._deferred_input_requests[:count]
+            results = len(scheduler.result_queue)
             scheduler.process_input_requests(part)
+            if len(scheduler.result_queue) < results:
+                scheduler.process_disagg_prefill_inflight_queue()
             dispatched += part
         requests = sum(_requests(message) for message in dispatched)
         return Taken(requests, sum(not _requests(message) for message in dispatched))
 
     def _free(self, hold: Hold) -> int:
-        """Messages in front of the first pause that is kept back."""
-        deferred: Sequence[Any] = self._scheduler._deferred_input_requests
-        kept = (i for i, message in enumerate(deferred) if _is_pause(message) and self._keeps(message, hold))
-        return next(kept, len(deferred))
+        """Messages in front of the first pause that is kept back, up to a retract pause."""
+        for index, message in enumerate(self._scheduler._deferred_input_requests):
+            if _is_pause(message) and self._keeps(message, hold):
+                return index
+            if _is_pause(message) and message.mode == "retract":
+                return index + 1
+        return len(self._scheduler._deferred_input_requests)
 
     def _keeps(self, pause: Any, hold: Hold) -> bool:
         retract = pause.mode == "retract" and hold.retract
