@@ -81,6 +81,36 @@ def test_C3_abort_in_any_chunk_frees_everything_once(bench: Bench, at: int, dept
     assert whole(run.sends["next"], 100)
 
 
+@pytest.mark.parametrize(("policy", "bound"), [("shortest-prefill-first", 5), ("fcfs", None)])
+def test_C4_short_request_behind_a_long_prompt(bench: Bench, policy: str, bound: int | None) -> None:
+    """SGLang's policy says whether the short one is admitted between chunks; all loops do as it says."""
+    from sglang.srt.managers import schedule_policy
+    from sglang.srt.runtime_context import get_schedule
+
+    def script() -> list[Arrival]:
+        return [
+            Arrival(request("long", prompt(1, 1200))),
+            Arrival(request("short", prompt(2, 20)), results(2)),
+        ]
+
+    chosen, own = bench.scheduler.policy, bench.scheduler.policy.policy
+    try:
+        chosen.policy = chosen._validate_and_adjust_policy(policy, bench.scheduler.tree_cache)
+        assert isinstance(chosen.policy, schedule_policy.CacheAwarePolicy) == (bound is not None)
+        with get_schedule().override(schedule_policy=policy):
+            runs = [bench.run(loop, script()) for loop in ("blocking", "polling", "plugin")]
+    finally:
+        chosen.policy = own
+    batches = runs[-1].batches
+    with_short = next(n for n, batch in enumerate(batches) if any(rid == "short" for rid, _, _ in batch))
+    assert bound is None or with_short <= bound
+    long_goes_on = any(rid == "long" for batch in batches[with_short + 1 :] for rid, _, _ in batch)
+    assert long_goes_on == (bound is not None)
+    assert batches == runs[0].batches == runs[1].batches
+    assert runs[-1].sends == runs[0].sends == runs[1].sends
+    assert whole(runs[-1].sends["long"], 1200)
+
+
 def test_A1_abort_in_each_state(bench: Bench) -> None:
     """Bootstrapping, waiting, held behind a pause, in flight, transferring, finished, unknown."""
     script = [

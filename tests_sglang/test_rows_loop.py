@@ -6,9 +6,9 @@ import logging
 from typing import Any
 
 import pytest
-from fake_transfer import After, Peer
-from harness import Arrival, Bench, Run, behind, launches, results, seconds, whole
-from messages import abort, finish, prompt, request
+from fake_transfer import BOOK, After, Gate, Peer
+from harness import Arrival, Bench, Run, answered, behind, launches, looks, results, seconds, whole
+from messages import Act, abort, finish, prompt, request
 from plugin_loop import CONFIG, with_config
 
 from aioprefill.config import SchedulerConfig, SglangConfig
@@ -93,6 +93,31 @@ def test_L4_a_handshake_that_ends_retries_a_preparation(bench: Bench) -> None:
     assert run.order[:3] == ["launch 0", "launch 1", "result 0"]
 
 
+def test_L5_with_nothing_in_flight_each_step_prepares(bench: Bench) -> None:
+    """`b` waits for the pages of `a`, and nothing runs: no step is left out as one before found nothing."""
+    transfer, counted = Gate(), []
+
+    def prepare(run: Run) -> None:
+        counted.append(run.preparations)
+
+    def count() -> None:
+        counted.append(list(counted[0]))
+
+    script = [
+        Arrival(request("a", prompt(1, 1200))),
+        Arrival(request("b", prompt(2, 1000)), results(19)),
+        Arrival(Act(count), looks(results(19), 3)),
+        *(Arrival(abort(f"nobody{n}"), looks(results(19), 3 * n)) for n in range(2, 7)),
+        Arrival(Act(count), looks(results(19), 21)),
+        Arrival(Act(transfer.open)),
+    ]
+    run = bench.run("plugin", script, delay_s=0.001, peers={"a": Peer(transferred=transfer)}, prepare=prepare)
+    _, before, behind_aborts = counted
+    assert len(behind_aborts) >= len(before) + 5
+    assert all(behind_aborts[len(before) :]), "without a forward in flight each is a scheduling step"
+    assert whole(run.sends["b"], 1000)
+
+
 @pytest.mark.parametrize("delay_s", [0.0, 0.01])
 def test_L6_chunk_bookkeeping_runs_once_per_forward(bench: Bench, delay_s: float) -> None:
     """Also when both results are ready together; ranges are those of one-at-a-time completion."""
@@ -156,36 +181,48 @@ def script_again(script: list[Arrival]) -> list[Arrival]:
 
 
 def test_L9_transfers_are_retired_while_a_forward_runs(bench: Bench) -> None:
-    """A transfer of 40 ms ends under a forward of 300 ms; SGLang's own loops answer behind the forward."""
+    """A transfer ends under a forward that does not. SGLang's own loops answer behind the forward."""
     order: dict[str, list[str]] = {}
+    looked: list[int] = []
     for loop in ("polling", "plugin"):
+        transfer = Gate()
+        looked.clear()
+        told = answered("a") if loop == "plugin" else looks(launches(2), 40)
         script = [
             Arrival(request("a", prompt(1, 20))),
             Arrival(request("b", prompt(2, 20)), results(1)),
+            Arrival(Act(transfer.open), launches(2)),
+            Arrival(Act(lambda: looked.append(BOOK.polls)), launches(2)),
+            Arrival(Act(lambda: looked.append(BOOK.polls)), told),
+            Arrival(finish(bench, 1)),
         ]
         run = bench.run(
             loop,
             script,
-            delay_s=lambda number: 0.005 if number == 0 else 0.3,
-            peers={"a": Peer(transferred=After(0.04))},
+            delay_s=lambda number: 0.005 if number == 0 else HELD,
+            peers={"a": Peer(transferred=transfer)},
         )
         order[loop] = [event for event in run.order if event in ("answer a", "result 1")]
     assert order["plugin"] == ["answer a", "result 1"]
     assert order["polling"] == ["result 1", "answer a"]
+    assert looked[1] - looked[0] <= 3, "the first look that sees the end is followed up at once"
 
 
 def test_L9_pages_freed_by_a_transfer_admit_a_request_at_once(bench: Bench) -> None:
-    """`b` fits only when the pages of `a` are back, which is while the forward of `c` runs."""
+    """`b` fits only when the pages of `a` are back, and the forward of `c` ends when `b` was launched."""
+    transfer = Gate()
     script = [
         Arrival(request("a", prompt(1, 1200))),
         Arrival(request("c", prompt(3, 40)), results(19)),
-        Arrival(request("b", prompt(2, 1000)), behind(results(19), 0.02)),
+        Arrival(request("b", prompt(2, 1000)), launches(20)),
+        Arrival(Act(transfer.open), looks(launches(20), 3)),
+        Arrival(finish(bench, 19), launches(21)),
     ]
     run = bench.run(
         "plugin",
         script,
-        delay_s=lambda number: 0.8 if number == 19 else 0.002,
-        peers={"a": Peer(transferred=After(0.15))},
+        delay_s=lambda number: HELD if number == 19 else 0.002,
+        peers={"a": Peer(transferred=transfer)},
     )
     assert run.order.index("launch 20") < run.order.index("result 19")
     assert whole(run.sends["b"], 1000)
