@@ -15,6 +15,7 @@ from servers import HOST, Prefill, Server
 
 ANSWER_S = 120.0
 """A request, or a queue that drains, that takes longer hangs."""
+AT_A_TIME = 24
 _rooms = itertools.count(1)
 
 SCHEMAS = (
@@ -130,8 +131,8 @@ class Client:
         return Answer(tuple(told["output_ids"]), told["meta_info"]["finish_reason"]["type"])
 
     async def references(self, server: Server, jobs: Iterable[Job]) -> dict[Job, Answer]:
-        """What a plain server answers, eight at a time."""
-        gate = asyncio.Semaphore(8)
+        """What a plain server answers, some at a time."""
+        gate = asyncio.Semaphore(AT_A_TIME)
 
         async def one(job: Job) -> tuple[Job, Answer]:
             async with gate:

@@ -22,13 +22,19 @@ class Phase:
     seconds: float = 0.0
 
 
-PHASES = (
-    Phase("burst", lambda jobs: [jobs.plain(20 + 3 * n) for n in range(60)]),
-    Phase("long chunked", lambda jobs: [jobs.plain(1600 + 13 * n) for n in range(6)]),
-    Phase("steady", lambda jobs: [jobs.plain(40 + n % 90) for n in range(60)], rate=15),
-    Phase("light", lambda jobs: [jobs.plain(60) for _ in range(8)], rate=2),
-    Phase("idle", lambda _: [], seconds=4),
-)
+def phases(scale: float = 1.0) -> tuple[Phase, ...]:
+    """Every kind of load; `scale` makes all of them shorter."""
+
+    def some(count: int) -> range:
+        return range(round(scale * count))
+
+    return (
+        Phase("burst", lambda jobs: [jobs.plain(20 + 3 * n) for n in some(60)]),
+        Phase("long chunked", lambda jobs: [jobs.plain(1600 + 13 * n) for n in some(6)]),
+        Phase("steady", lambda jobs: [jobs.plain(40 + n % 90) for n in some(60)], rate=15),
+        Phase("light", lambda jobs: [jobs.plain(60) for _ in some(8)], rate=2),
+        Phase("idle", lambda _: [], seconds=scale * 4),
+    )
 
 
 @dataclass(frozen=True)

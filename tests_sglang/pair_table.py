@@ -19,11 +19,12 @@ sys.path[:0] = [str(HERE), str(HERE / "stubs")]
 
 import servers  # noqa: E402  behind the paths
 from pair_client import Answer, Client, Job, Jobs, Pair, differences  # noqa: E402
-from pair_load import PHASES, Figures, measure, table  # noqa: E402
+from pair_load import Figures, measure, phases, table  # noqa: E402
 from servers import Cpu, Prefill, Server  # noqa: E402
 from tiny_model import make_tiny_model  # noqa: E402
 
 LOOPS = ("blocking", "polling", "aioprefill")
+PHASES = phases()
 
 
 async def run(
@@ -82,7 +83,8 @@ def main() -> int:
                 server.wait_ready()
             figures, wrong = asyncio.run(run(prefills, decode, plain, chosen.rounds))
         finally:
-            servers.stop_all(started)
+            for server in started:
+                server.kill()
     print(table(medians(figures)))
     print("\n".join(["wrong answers:", *wrong]) if wrong else "all answers as the plain server's")
     return bool(wrong)

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
+FORKED = {"SHIMS_FORK": "1"}
+"""A server whose processes are forked (shims/cpu_shims.py) takes a third of the CPU to start. The one with
+the plugin at one rank is not: it starts as a user's does."""
 HOST = "127.0.0.1"
 READY = "The server is fired up and ready to roll"
 READY_S = 240.0
@@ -22,6 +25,8 @@ STOP_S = 10.0
 """Longer than SGLang takes to drain nothing."""
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 CHUNK_TOKENS = 64
+PLAIN_CHUNK_TOKENS = 512
+"""It has the same answers with fewer forwards."""
 LIBRARIES = Path(sys.prefix) / "rdma"
 """Where the Makefile puts libibverbs if the system has none."""
 
@@ -82,7 +87,7 @@ class Cpu:
 
 
 class Server:
-    """One server: its whole process group is ended by `stop`. `command` is what a user would type."""
+    """One server: its whole process group is ended by `kill`. `command` is what a user would type."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path, **variables: str) -> None:
         self.name = name
@@ -135,30 +140,22 @@ class Server:
         process = sum(_cpu_s(Path(f"/proc/{pid}/stat")) for pid in pids)
         return Cpu(process, sum(_cpu_s(Path(f"/proc/{pid}/task/{pid}/stat")) for pid in pids))
 
-    def begin_stop(self) -> None:
-        """Ask it to end, as a supervisor does; SGLang then drains."""
-        if self.alive:
-            self._process.terminate()
-
     def stop(self) -> None:
-        """End all its processes. Idempotent."""
-        self.begin_stop()
+        """Ask it to end, as a supervisor does; SGLang then drains. Fails if it has to be killed."""
+        self._process.terminate()
         try:
             self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        except subprocess.TimeoutExpired as late:
+            raise AssertionError(f"{self.name} did not end:\n{self.log[-4000:]}") from late
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """End all its processes at once. Idempotent."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
         self._reader.join()
-
-
-def stop_all(servers: Sequence[Server]) -> None:
-    """End them together: each takes some seconds."""
-    for server in servers:
-        server.begin_stop()
-    for server in servers:
-        server.stop()
 
 
 def schedulers_of(parent: int) -> list[int]:
@@ -186,15 +183,15 @@ def _cpu_s(stat: Path) -> float:
 
 def start_plain(model: Path, folder: Path, *, tp: int) -> Server:
     """Prefill and decode in one, SGLang's own loop."""
-    command = [*_launcher(), *_model(model, tp)]
-    return Server("plain", command, folder / "plain.log", **_binding(tp))
+    command = [*_launcher(), *_model(model, tp), "--chunked-prefill-size", str(PLAIN_CHUNK_TOKENS)]
+    return Server("plain", command, folder / "plain.log", **_binding(tp), **FORKED)
 
 
 def start_decode(model: Path, folder: Path, *, tp: int) -> Server:
     """The decode side of pairs, with SGLang's own loop."""
     role = ("--disaggregation-mode", "decode", "--disaggregation-decode-retraction-backup", "cpu_tensor")
     command = [*_launcher(), *_model(model, tp), *role, *TRANSFER]
-    return Server("decode", command, folder / "decode.log", **_binding(tp))
+    return Server("decode", command, folder / "decode.log", **_binding(tp), **FORKED)
 
 
 @dataclass
@@ -210,7 +207,7 @@ def start_prefill(model: Path, folder: Path, loop: str, *, tp: int) -> Prefill:
     bootstrap_port = free_port()
     role = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(bootstrap_port))
     arguments = [*_model(model, tp), *role, *TRANSFER]
-    variables: Mapping[str, str] = _binding(tp)
+    variables: Mapping[str, str] = {**_binding(tp), **(FORKED if loop != "aioprefill" or tp > 1 else {})}
     if loop == "aioprefill":
         command = [sys.executable, "-m", "aioprefill", "sglang", "--require", "--", *arguments]
     else:

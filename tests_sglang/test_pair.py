@@ -3,12 +3,16 @@
 Nothing of SGLang is replaced: requests come by HTTP, KV goes from process to process, and the answers must be
 those of a server that is not divided. On CPU a forward runs on the scheduler's own thread, so this shows that
 answers are right and queues come clean, not that anything overlaps.
+
+All of it is done with one tensor rank and with two, each time on all servers (prefill, decode and the plain
+one): 200 requests with aborts on both sides and clients that leave, pauses in both modes, every kind of load,
+and an end when asked to. With two there is no stock loop beside, and prompts and loads are half as big.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +20,11 @@ from typing import Any
 import pytest
 import servers
 from pair_client import Answer, Client, Job, Jobs, Pair, differences
-from pair_load import PHASES, Figures, measure, table
+from pair_load import Figures, Phase, measure, phases, table
 from servers import Prefill, Server
 
-RANKS = (1,)
-"""Tensor ranks of all servers. 2 is served when the adapter serves it."""
+RANKS = (1, 2)
+"""Tensor ranks of all servers."""
 STOCK = "blocking"
 """SGLang's own loop that is measured beside the plugin's at one rank; pair_table.py has more."""
 
@@ -30,6 +34,7 @@ class World:
     """All servers of one run, and what the plain one answers."""
 
     ranks: int
+    phases: tuple[Phase, ...]
     jobs: dict[str, list[Job]]
     references: dict[Job, Answer]
     prefills: dict[str, Prefill]
@@ -51,21 +56,21 @@ class World:
         return outcome
 
 
-def make_jobs() -> dict[str, list[Job]]:
-    """What the tests ask, by test."""
-    jobs = Jobs()
+def make_jobs(ranks: int, loads: Sequence[Phase]) -> dict[str, list[Job]]:
+    """What the tests ask, by test. All ranks share the cores, so two of them are asked for half."""
+    jobs, long_ones = Jobs(), 36 // ranks
     lengths = (5, 17, 40, 64, 65, 90, 128, 200)
-    crowd = [jobs.plain(lengths[n % len(lengths)]) for n in range(100)]
-    crowd += [jobs.plain(500 + 37 * (n % 19)) for n in range(36)]
+    crowd = [jobs.plain(lengths[n % len(lengths)] // ranks) for n in range(136 - long_ones)]
+    crowd += [jobs.plain((500 + 37 * (n % 19)) // ranks) for n in range(long_ones)]
     crowd += [jobs.with_schema(10 + n) for n in range(64)]
     order = sorted(crowd, key=lambda job: (job.number * 7919) % 211)
-    long = [jobs.plain(700 + 29 * n) for n in range(12)]
+    long = [jobs.plain((700 + 29 * n) // ranks) for n in range(12)]
     return {
         "crowd": order,
-        "aborted": [jobs.plain(300 + 11 * n) for n in range(24)],
-        "left": [jobs.plain(900 + 7 * n) for n in range(16)],
+        "aborted": [jobs.plain((300 + 11 * n) // ranks) for n in range(24)],
+        "left": [jobs.plain((900 + 7 * n) // ranks) for n in range(16)],
         "paused": [*long, *(jobs.with_schema(20 + n) for n in range(8))],
-        **{phase.name: phase.jobs(jobs) for phase in PHASES},
+        **{phase.name: phase.jobs(jobs) for phase in loads},
     }
 
 
@@ -73,7 +78,7 @@ def make_jobs() -> dict[str, list[Job]]:
 def world(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:
-    """Four servers start at once; the plain one ends when it has answered."""
+    """All servers start at once; the plain one ends when it has answered."""
     fault = servers.transfer_fault()
     if fault is not None:
         pytest.skip(f"Mooncake cannot be loaded ({fault}): apt-get install libibverbs1")
@@ -84,23 +89,29 @@ def world(
         for loop in ("aioprefill", STOCK) if ranks == 1 else ("aioprefill",):
             prefills[loop] = servers.start_prefill(model, folder, loop, tp=ranks)
             started.append(prefills[loop].server)
-        decode = servers.start_decode(model, folder, tp=ranks)
-        started.append(decode)
         plain = servers.start_plain(model, folder, tp=ranks)
         started.append(plain)
-        for server in started:
-            server.wait_ready()
-        jobs = make_jobs()
+        decode = servers.start_decode(model, folder, tp=ranks)
+        started.append(decode)
+        loads = phases(0.5 / ranks)
+        jobs = make_jobs(ranks, loads)
 
         async def ask_plain() -> dict[Job, Answer]:
             async with Client() as client:
-                return await client.references(plain, (job for part in jobs.values() for job in part))
+                compared = (job for part, asked in jobs.items() if part != "left" for job in asked)
+                return await client.references(plain, compared)
 
+        plain.wait_ready()
         references = asyncio.run(ask_plain())
-        plain.stop()
-        yield World(ranks, jobs, references, prefills, decode)
+        plain.kill()
+        for server in started:
+            if server is not plain:
+                server.wait_ready()
+        yield World(ranks, loads, jobs, references, prefills, decode)
+        prefills["aioprefill"].server.stop()
     finally:
-        servers.stop_all(started)
+        for server in started:
+            server.kill()
 
 
 def test_server_says_that_the_loop_is_active(world: World) -> None:
@@ -187,7 +198,7 @@ def test_every_kind_of_load_is_answered_and_idle_costs_little(
 ) -> None:
     """The scheduler's CPU in each phase, for SGLang's own loop and for the plugin's."""
     figures: list[Figures] = []
-    for phase in PHASES:
+    for phase in world.phases:
         for loop in world.prefills:
 
             async def scene(pair: Pair, phase=phase) -> tuple[Figures, list[Any]]:
