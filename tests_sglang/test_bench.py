@@ -102,7 +102,7 @@ def test_another_rank_does_not_outlive_rank_0() -> None:
         [
             sys.executable,
             "-m",
-            "aioprefill.bench.sglang_process",
+            "aioprefill.bench.sglang_rank",
             msgspec.json.encode(task).decode(),
             "unused",
         ],

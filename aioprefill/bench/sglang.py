@@ -138,7 +138,7 @@ def measure(task: Task, folder: Path) -> list[dict[str, Any]]:
     result.unlink(missing_ok=True)
     words = [msgspec.json.encode(task).decode(), str(result)]
     ended = subprocess.run(
-        [sys.executable, "-m", "aioprefill.bench.sglang_process", *words],
+        [sys.executable, "-m", "aioprefill.bench.sglang_rank", *words],
         env=variables,
         capture_output=True,
         text=True,

@@ -40,7 +40,7 @@ class Follower(Child):
         self._result = folder / f"rank{rank}.json"
         task = msgspec.structs.replace(task, rank=rank)
         words = [msgspec.json.encode(task).decode(), str(self._result)]
-        super().__init__("aioprefill.bench.sglang_process", words, answers=False)
+        super().__init__("aioprefill.bench.sglang_rank", words, answers=False)
         threading.Thread(target=self._watch, name=f"rank {rank}", daemon=True).start()
 
     def _watch(self) -> None:
@@ -75,6 +75,7 @@ def measure(task: Task, folder: Path) -> list[dict[str, Any]]:
         director = FollowingDirector(watch, side, orders)
     gc.collect()
     gc.freeze()
+    gc.enable()
     alone = [side.rate_alone(task.alone_s)]
     director.start()
     scheduler.run_event_loop()
@@ -106,7 +107,3 @@ def main() -> None:
     Path(sys.argv[2]).write_text(json.dumps(measured if task.rank == 0 else measured[0]))
     sys.stderr.flush()
     os._exit(0)  # SGLang's threads have no end of their own: its process is killed as well
-
-
-if __name__ == "__main__":
-    main()
