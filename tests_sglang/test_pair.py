@@ -64,12 +64,17 @@ def make_jobs(ranks: int, loads: Sequence[Phase]) -> dict[str, list[Job]]:
     crowd += [jobs.plain((500 + 37 * (n % 19)) // ranks) for n in range(long_ones)]
     crowd += [jobs.with_schema(10 + n) for n in range(64)]
     order = sorted(crowd, key=lambda job: (job.number * 7919) % 211)
-    long = [jobs.plain((700 + 29 * n) // ranks) for n in range(12)]
+
+    def paused() -> list[Job]:
+        long = [jobs.plain((700 + 29 * n) // ranks) for n in range(12)]
+        return [*long, *(jobs.with_schema(20 + n) for n in range(8))]
+
     return {
         "crowd": order,
         "aborted": [jobs.plain((300 + 11 * n) // ranks) for n in range(24)],
         "left": [jobs.plain((900 + 7 * n) // ranks) for n in range(16)],
-        "paused": [*long, *(jobs.with_schema(20 + n) for n in range(8))],
+        "in_place": paused(),
+        "retract": paused(),
         **{phase.name: phase.jobs(jobs) for phase in loads},
     }
 
@@ -172,7 +177,7 @@ def _given_up(answer: tuple[Answer, Answer]) -> bool:
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_pauses_amid_long_prompts_change_no_answer(world: World, mode: str) -> None:
     """Nothing is launched while the server is paused, five times within twelve prompts of many chunks."""
-    jobs = world.jobs["paused"]
+    jobs = world.jobs[mode]
 
     async def scene(pair: Pair) -> list[Any]:
         async with asyncio.TaskGroup() as group:
