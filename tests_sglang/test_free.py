@@ -12,7 +12,7 @@ from messages import abort, pause, prompt, request, resume
 
 SCHEMAS = ('{"type": "boolean"}', '{"type": "object", "properties": {"a": {"type": "integer"}}}')
 LOOPS = ("blocking", "polling", "plugin")
-SEEDS = range(12)
+SEEDS = range(8)
 
 
 class Script:
@@ -106,13 +106,13 @@ def test_free_arrivals_with_pauses(bench: Bench, seed: int) -> None:
     check_all(bench, seed, faults=False, pauses=True)
 
 
-@pytest.mark.parametrize("seed", range(12, 24))
+@pytest.mark.parametrize("seed", range(12, 20))
 def test_free_arrivals_with_faults(bench: Bench, seed: int) -> None:
     """Peers that refuse, die, fail or hang, and aborts: one outcome each, and nothing is left behind."""
     check_all(bench, seed, faults=True, pauses=False)
 
 
-@pytest.mark.parametrize("seed", range(24, 36))
+@pytest.mark.parametrize("seed", range(24, 32))
 def test_free_arrivals_with_faults_and_pauses(bench: Bench, seed: int) -> None:
     """All of it at once."""
     check_all(bench, seed, faults=True, pauses=True)
@@ -124,7 +124,7 @@ def test_free_arrivals_with_grammars(bench: Bench, seed: int) -> None:
     check_all(bench, seed, faults=False, pauses=seed % 2 == 0, grammars=True)
 
 
-@pytest.mark.parametrize("seed", range(44, 60))
+@pytest.mark.parametrize("seed", range(44, 52))
 def test_free_arrivals_with_optimistic_prefill(bench: Bench, seed: int) -> None:
     """Prompts launched before their handshakes: yielded, requeued and parked ones are sent whole, once."""
     from sglang.srt.runtime_context import get_disagg

@@ -26,7 +26,7 @@ from aioprefill.sglang.replica import GRAMMARS_READY, TRANSFERS_MOVED, Replica
 from aioprefill.sglang.shape import Shape
 from aioprefill.sglang.wakes import Wakes
 
-SCHEDULES = int(os.environ.get("RANKS_SCHEDULES", "40"))
+SCHEDULES = int(os.environ.get("RANKS_SCHEDULES", "24"))
 
 
 @pytest.fixture(scope="module")
