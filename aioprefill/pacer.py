@@ -21,7 +21,7 @@ CENSORED = 0.9
 It ended some time before; taken as it is, such a sample would confirm the late look that made it.
 """
 STEPS = 1000
-"""Looks per span since looking began: the span's share that a detection may be late by."""
+"""Looks per span since looking began, at the ordinary `FINE_S`: the share that a detection may be late by."""
 FINE_S = 0.00006
 """Shortest time between two looks: beside it comes what waking up takes, which is about as long."""
 UNLIKELY = 3
@@ -55,12 +55,13 @@ class _Size:
 class Pacer:
     """Learns durations by the number of tokens launched. Seconds throughout.
 
-    `fine_s` is the shortest time between two looks, `coarse_s` the longest while the forward is expected, and
-    `overdue_s` the longest of all.
+    `fine_s` is the shortest time between two looks, and longer ones are in proportion to it; `coarse_s` is
+    the longest while the forward is expected, and `overdue_s` the longest of all.
     """
 
     def __init__(self, *, fine_s: float = FINE_S, coarse_s: float = 0.0008, overdue_s: float = 0.02) -> None:
         self._fine_s = fine_s
+        self._steps = STEPS * FINE_S / fine_s
         self._coarse_s = max(fine_s, coarse_s)
         self._overdue_s = max(fine_s, overdue_s)
         self._sizes: dict[int, _Size] = {}
@@ -76,7 +77,7 @@ class Pacer:
         if known is not None and age_s <= known.expected:
             if age_s < known.shortest:
                 return UNLIKELY * self._fine_s
-            return min(max((age_s - known.begin) / STEPS, self._fine_s), self._coarse_s)
+            return min(max((age_s - known.begin) / self._steps, self._fine_s), self._coarse_s)
         return min(max(age_s / OVERDUE_STEPS, self._fine_s), self._overdue_s)
 
     def observe(self, tokens: int, seconds: float, looks: int) -> None:

@@ -60,6 +60,17 @@ def test_longer_looks_cost_less_and_are_later() -> None:
     assert coarse <= fine / 4 and coarsest <= coarse
 
 
+def test_finer_looks_find_long_forwards_sooner_too() -> None:
+    """Looks at half a second grow apart with the time since they began, in proportion to the shortest."""
+    chance = random.Random(4)
+    durations = [0.5 * chance.uniform(0.9, 1.1) for _ in range(60)]
+    late = {}
+    for fine_s in (FINE_S, FINE_S / 6):
+        pacer = Pacer(fine_s=fine_s)
+        late[fine_s] = sorted(detect(pacer, 100, seconds)[0] for seconds in durations)[30]
+    assert late[FINE_S / 6] <= late[FINE_S] / 3
+
+
 def test_late_detection_does_not_confirm_itself() -> None:
     """Forwards become ten times faster: first looks that come too late shrink the estimate."""
     pacer = Pacer()
