@@ -6,7 +6,7 @@ answers are right and queues come clean, not that anything overlaps.
 
 All of it is done with one tensor rank and with two, each time on all servers (prefill, decode and the plain
 one): 200 requests with aborts on both sides and clients that leave, pauses in both modes, every kind of load,
-and an end when asked to. With two there is no stock loop beside, and prompts and loads are half as big.
+and an end when asked to. With two there is no stock loop beside, and prompts and loads are smaller.
 """
 
 from __future__ import annotations

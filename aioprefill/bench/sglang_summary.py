@@ -15,8 +15,12 @@ ByMode = Mapping[str, Row]
 Ratios = dict[str, tuple[float, Callable[[ByMode], float]]]
 """Ratios of one alternation, the plugin's figure over a stock loop's, and the most that each may be."""
 
-IDLE_KEYS = ("idle_cpu_percent", "idle_process_cpu_percent")
-"""Of the rank with the most; the second one at more ranks than one, where other threads wait as well."""
+IDLE_KEYS = {
+    "idle_cpu_percent": "idle_cpu_worst_percent",
+    "idle_process_cpu_percent": "idle_process_cpu_worst_percent",
+}
+"""Of a summary, and of rows: the rank with the most. The whole process counts at more ranks than one, where
+other threads wait as well."""
 IDLE_LIMIT_PERCENT = 10.0
 INTAKE_LIMIT_US = 500.0
 TARGETS_AT_MS = (100.0, 500.0)
@@ -69,11 +73,10 @@ def summary(rows: list[Row]) -> dict[str, Any]:
         here = [one for one in rows if one["tp"] == ranks]
         for forward_ms in dict.fromkeys(one["forward_ms"] for one in here):
             _at_delay(told, [one for one in here if one["forward_ms"] == forward_ms], ranks, forward_ms)
-        for key, mode in itertools.product(IDLE_KEYS, dict.fromkeys(one["mode"] for one in here)):
-            if ranks > 1 or key == IDLE_KEYS[0]:
-                idle = [one[key.replace("cpu", "cpu_worst")] for one in here if one["mode"] == mode]
-                limit = IDLE_LIMIT_PERCENT if mode == PLUGIN else None
-                told.put(f"{key}_{mode}{_end(ranks)}", idle, limit)
+        idle_keys = list(IDLE_KEYS.items())[: None if ranks > 1 else 1]
+        for (key, worst), mode in itertools.product(idle_keys, dict.fromkeys(one["mode"] for one in here)):
+            idle = [one[worst] for one in here if one["mode"] == mode]
+            told.put(f"{key}_{mode}{_end(ranks)}", idle, IDLE_LIMIT_PERCENT if mode == PLUGIN else None)
     return {**told.found, "missed": told.missed}
 
 
