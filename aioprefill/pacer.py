@@ -20,13 +20,14 @@ CENSORED = 0.9
 
 It ended some time before; taken as it is, such a sample would confirm the late look that made it.
 """
-STEPS = 1000
-"""Looks per span since looking began, at the ordinary `FINE_S`: the share that a detection may be late by."""
-FINE_S = 0.00006
+FINE_S = 0.00004
 """Shortest time between two looks: beside it comes what waking up takes, which is about as long."""
+FINE_FOR_S = 0.06
+"""Looks stay that close for so long; from then on they grow apart with the time since they began."""
 UNLIKELY = 3
 """Factor of the time between looks before the smallest recent duration, where few forwards end."""
-OVERDUE_STEPS = 64
+OVERDUE_STEPS = 60
+"""Looks in the age of a forward that is overdue, or that nothing is known of: how late it is found."""
 MARGIN = 1.1
 """A forward is overdue at this multiple of the longest recent duration."""
 
@@ -61,7 +62,7 @@ class Pacer:
 
     def __init__(self, *, fine_s: float = FINE_S, coarse_s: float = 0.0008, overdue_s: float = 0.02) -> None:
         self._fine_s = fine_s
-        self._steps = STEPS * FINE_S / fine_s
+        self._steps = FINE_FOR_S / fine_s
         self._coarse_s = max(fine_s, coarse_s)
         self._overdue_s = max(fine_s, overdue_s)
         self._sizes: dict[int, _Size] = {}

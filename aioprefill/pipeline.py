@@ -101,7 +101,10 @@ class Pipeline:
     @property
     def next_vote(self) -> Flight | None:
         """The oldest forward whose vote is not over; votes are in launch order."""
-        return next((flight for flight in self.flights if not flight.agreed), None)
+        for flight in self.flights:
+            if not flight.agreed:
+                return flight
+        return None
 
     @property
     def still(self) -> bool:

@@ -15,6 +15,12 @@ _SHORTEST_S = 0.001
 """Of an ordinary timer, where there is no timerfd."""
 _SOONEST_S = 0.00001
 """Between two looks; 0 would disarm the timer."""
+REHEARSAL = 16
+"""Every so manieth look wakes the task, though in vain.
+
+Else the code that is in a hurry behind the last look has left the processor's caches by then: a task took
+30 us to go on after forwards of 100 ms and more, and takes 15 us when rehearsed.
+"""
 
 
 Look = Callable[[], float | None]
@@ -41,6 +47,9 @@ class FineTimer:
         self._value = _Itimerspec()
         self._waiter: asyncio.Future[None] | None = None
         self._look: Look | None = None
+        self._looks_left = 0
+        self._next_s: float | None = None
+        """What the last look said."""
         self._loop = asyncio.get_running_loop()
         self._fd = self._open()
 
@@ -81,18 +90,21 @@ class FineTimer:
         raised here. Cancelling it disarms the timer.
         """
         seconds = look()
-        if seconds is None:
-            return
-        if not self.fine:
-            while seconds is not None:
+        while seconds is not None:
+            if self.fine:
+                seconds = await self._look_some_times(look, seconds)
+            else:
                 await asyncio.sleep(max(seconds, _SHORTEST_S))
                 seconds = look()
-            return
-        self._look = look
+
+    async def _look_some_times(self, look: Look, seconds: float) -> float | None:
+        """See `REHEARSAL`; what the last look said."""
+        self._look, self._looks_left = look, REHEARSAL
         try:
             await self.sleep(max(seconds, _SOONEST_S))
         finally:
             self._look = None
+        return self._next_s
 
     async def sleep_until(self, deadline: float) -> None:
         """Sleep until `time.monotonic()` is `deadline`."""
@@ -110,11 +122,12 @@ class FineTimer:
         waiter = self._waiter
         if self._look is not None and waiter is not None and not waiter.done():
             try:
-                seconds = self._look()
+                seconds = self._next_s = self._look()
             except Exception as error:  # whoever waits for the looks gets it
                 waiter.set_exception(error)
             else:
-                if seconds is None:
+                self._looks_left -= 1
+                if seconds is None or not self._looks_left:
                     waiter.set_result(None)
                 else:
                     self._arm(max(seconds, _SOONEST_S))

@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from aioprefill.pacer import CENSORED, EARLY, EARLY_AT_FIRST, FEW, FINE_S, UNLIKELY, Pacer
-from aioprefill.timerfd import FineTimer
+from aioprefill.timerfd import REHEARSAL, FineTimer
 
 
 def detect(pacer: Pacer, tokens: int, seconds: float) -> tuple[float, int]:
@@ -168,6 +168,51 @@ def test_repeated_looks_end_when_told_and_raise_what_they_raise(factory: object)
         started = time.monotonic()
         await timer.sleep(0.002)
         assert time.monotonic() - started >= 0.002
+        timer.close()
+
+    with asyncio.Runner(loop_factory=factory) as runner:  # type: ignore[arg-type]
+        runner.run(main())
+
+
+@pytest.mark.parametrize("factory", [asyncio.SelectorEventLoop, uvloop.new_event_loop])
+def test_long_looking_wakes_its_task_now_and_then(factory: object) -> None:
+    """The task goes on in vain behind every so many looks, which end when told, and once each."""
+
+    class Counted(FineTimer):
+        sleeps = 0
+
+        async def sleep(self, seconds: float) -> None:
+            self.sleeps += 1
+            await super().sleep(seconds)
+
+    async def main() -> None:
+        timer, looks = Counted(), 0
+
+        def look() -> float | None:
+            nonlocal looks
+            looks += 1
+            return None if looks % (3 * REHEARSAL) == 0 else 0.00002
+
+        await timer.repeat(look)
+        assert looks == 3 * REHEARSAL
+        assert timer.sleeps == (3 if timer.fine else 0)
+        rehearsed = asyncio.Event()
+
+        def look_for_ever() -> float | None:
+            nonlocal looks
+            looks += 1
+            if looks == 5 * REHEARSAL:
+                rehearsed.set()
+            return 0.00002
+
+        looking = asyncio.create_task(timer.repeat(look_for_ever))
+        await rehearsed.wait()
+        looking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await looking
+        looks = 0
+        await timer.repeat(look)
+        assert looks == 3 * REHEARSAL
         timer.close()
 
     with asyncio.Runner(loop_factory=factory) as runner:  # type: ignore[arg-type]

@@ -249,7 +249,7 @@ def result(copy_done: Any, *, delayed: bool = False) -> Any:
 
 @pytest.mark.asyncio
 async def test_completion_waits_and_teaches_the_pacer() -> None:
-    """It is found done by the fourth look; the pacer has the duration then."""
+    """It is found done by the fourth look; the pacer has the duration when the next wait begins."""
     pacing = Pacing(FineTimer(), pacer=Pacer())
     completion = SglangCompletion(result(Copy(3)), 64, asyncio.get_running_loop().time(), pacing)
     assert completion.submitted
@@ -257,8 +257,9 @@ async def test_completion_waits_and_teaches_the_pacer() -> None:
     await completion.wait()
     assert completion.ended
     assert pacing.looks == 4
-    await asyncio.sleep(0)  # the waiter is woken first, then the pacer is told
+    await SglangCompletion(result(Copy(0)), 32, completion.launched_at, pacing).wait()
     assert pacing.pacer.begin(64) > 0
+    assert pacing.pacer.begin(32) == 0
     pacing.timer.close()
 
 

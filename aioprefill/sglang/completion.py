@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +23,20 @@ class Pacing:
     free_at: float = 0.0
     """When the last forward was found done: the device went on with the next one, on the loop's clock."""
     looks: int = 0
+    _unlearned: tuple[int, float, int] | None = None
+    """Arguments of `Pacer.observe` for the last forward."""
+
+    def found(self, tokens: int, started: float, now: float, looks: int) -> None:
+        """A forward was found done. What it teaches has to wait, for its result is in a hurry."""
+        self.free_at = now
+        self.looks += looks
+        self._unlearned = tokens, now - started, looks
+
+    def learn(self) -> None:
+        """Learn from the last forward."""
+        if self._unlearned is not None:
+            self.pacer.observe(*self._unlearned)
+            self._unlearned = None
 
 
 class SglangCompletion:
@@ -61,6 +74,7 @@ class SglangCompletion:
         """See `Completion.wait`."""
         self._require_submitted()
         pacing, clock, looks = self._pacing, time.monotonic, 0
+        pacing.learn()
         started = max(self.launched_at, pacing.free_at)
 
         def look() -> float | None:
@@ -70,10 +84,7 @@ class SglangCompletion:
 
         await pacing.timer.sleep(started + pacing.pacer.begin(self._tokens) - clock())
         await pacing.timer.repeat(look)
-        pacing.free_at = clock()
-        pacing.looks += looks
-        took_s = pacing.free_at - started  # learned from behind the result, which is in a hurry
-        asyncio.get_running_loop().call_soon(pacing.pacer.observe, self._tokens, took_s, looks)
+        pacing.found(self._tokens, started, clock(), looks)
 
     def synchronize(self) -> None:
         """See `Completion.synchronize`."""
