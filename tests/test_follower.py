@@ -146,7 +146,7 @@ async def test_new_weights_are_read_by_all_ranks_and_swapped_at_one_point() -> N
         before = g.submit("before")
         await asyncio.sleep(0.5)
         update = asyncio.ensure_future(g.scheduler.update_weights("5"))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # all ranks have read them, and the swap waits for the forward
         after = g.submit("after")
         assert (await before).weight_versions == (0,)
         assert await update == {"weight_version": 1}

@@ -84,9 +84,10 @@ def test_H3_health_and_stats_answer_within_100_ms_while_a_forward_never_ends(run
             assert slowest < 0.1
             it.engine.forwards[0].complete()
             await wait_until(lambda: it.scheduler.health().ready, "the next forward's turn")
-            for _ in range(50):
-                it.complete()
-                await client.ping()
+            async with asyncio.timeout(10):
+                while it.host.ledger.requests:
+                    it.complete()
+                    await client.ping()
 
     run(scenario())
 
