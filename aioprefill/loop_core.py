@@ -48,7 +48,8 @@ class LoopCore:
     def run_preparation(self, *, scheduling_step: bool) -> None:
         """Prepare and launch until no slot is free or nothing is found.
 
-        Afterwards the chunk bookkeeping of the oldest forward is done, whatever else is held or paused.
+        A launch takes its time, so what came meanwhile is taken before the next preparation. Afterwards the
+        chunk bookkeeping of the oldest forward is done, whatever else is held or paused.
         """
         while (attempt := self.pipeline.next_attempt()) is not None:
             batch = self.calls.prepare(
@@ -62,6 +63,9 @@ class LoopCore:
             self.pipeline.launched(forward, self.calls.now(), digest)
             self.signals.results.set()
             scheduling_step = False
+            if self.pipeline.may_admit:
+                self.take_input()
+                self.collect_bootstrapped()
 
     def voted(self, number: int, error: DeviceError | None) -> None:
         """The vote on a forward is over."""

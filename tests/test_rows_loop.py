@@ -15,7 +15,7 @@ from aioprefill.errors import DeviceError, HostError
 from aioprefill.host import Hold, Ingested
 from aioprefill.scheduler import PrefillScheduler
 from aioprefill.testing.clock import VirtualLoop, settle, virtual_time
-from aioprefill.testing.host import FakeHost, FakeRequest
+from aioprefill.testing.host import FakeForward, FakeHost, FakePiece, FakeRequest
 
 
 @asynccontextmanager
@@ -25,7 +25,7 @@ async def running(host: FakeHost, *, continuous: bool = True) -> AsyncIterator[P
     async with PrefillScheduler(host, config) as scheduler:
         await settle()
         yield scheduler
-        while host.in_flight:
+        while host.in_flight and scheduler.health().live:
             host.forwards[host.in_flight[0]].completion.complete()
             await settle()
     assert host.in_flight == []
@@ -49,6 +49,46 @@ async def test_L1_a_second_forward_is_launched_while_the_first_is_pending_and_ne
         complete(host, 0)
         await settle()
         assert host.in_flight == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("comes", "batches"),
+    [
+        ("request", ["a,b", "c,late"]),
+        ("handshake", ["a,b", "c,early"]),
+        ("in_place", ["a,b"]),
+    ],
+)
+def test_L1_what_comes_during_a_launch_counts_for_the_forward_behind_it(
+    comes: str, batches: list[str]
+) -> None:
+    """A launch takes its time: a request can join the second batch, a pause keeps it from being launched."""
+
+    class SlowLaunch(FakeHost):
+        """Something comes while the first launch is under way."""
+
+        def launch(self, now: float, batch: list[FakePiece], number: int) -> FakeForward:
+            if number == 0:
+                if comes == "request":
+                    self.arrive("late")
+                elif comes == "handshake":
+                    self.bootstrap("early")
+                else:
+                    self.control(comes)
+            return super().launch(now, batch, number)
+
+    async def main() -> None:
+        host = SlowLaunch(batch_requests=2)
+        async with running(host):
+            host.arrive("early", bootstrapped=False)
+            for name in "abc":
+                host.arrive(name)
+            await settle()
+            prepared = [entry.removeprefix("prepare ") for entry in host.log if entry.startswith("prepare")]
+            assert prepared == batches
+            host.control("resume")
+
+    virtual_time(main)()
 
 
 @virtual_time

@@ -38,6 +38,19 @@ def test_L1_second_forward_is_launched_while_the_first_is_pending(bench: Bench) 
     assert run.most_in_flight == 2
 
 
+@pytest.mark.parametrize("loop", ["polling", "plugin"])
+def test_L1_request_that_comes_during_a_launch_joins_the_forward_behind_it(bench: Bench, loop: str) -> None:
+    """The first chunk of `a` is launched, then `late` comes: it shares the forward of the second chunk."""
+    script = [
+        Arrival(request("a", prompt(1, 100))),
+        Arrival(request("late", prompt(2, 10)), launches(1)),
+        *(Arrival(finish(bench, n), behind(launches(2), 0.02)) for n in (0, 1)),
+    ]
+    run = bench.run(loop, script, delay_s=HELD)
+    assert [sorted(rid for rid, *_ in batch) for batch in run.batches] == [["a"], ["a", "late"]]
+    assert run.order[:3] == ["launch 0", "launch 1", "result 0"]
+
+
 def test_L2_results_are_processed_in_launch_order(bench: Bench) -> None:
     """The second forward ends 30 ms before the first one."""
     script = [
