@@ -20,13 +20,13 @@ CENSORED = 0.9
 
 It ended some time before; taken as it is, such a sample would confirm the late look that made it.
 """
-FINE_S = 0.00004
+FINE_S = 0.00003
 """Shortest time between two looks: beside it comes what waking up takes, which is about as long."""
 FINE_FOR_S = 0.06
 """Looks stay that close for so long; from then on they grow apart with the time since they began."""
 UNLIKELY = 3
 """Factor of the time between looks before the smallest recent duration, where few forwards end."""
-OVERDUE_STEPS = 60
+OVERDUE_STEPS = 58
 """Looks in the age of a forward that is overdue, or that nothing is known of: how late it is found."""
 MARGIN = 1.1
 """A forward is overdue at this multiple of the longest recent duration."""
