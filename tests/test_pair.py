@@ -259,8 +259,9 @@ async def test_a_port_in_use_is_a_clear_error(tiny_llama: Path) -> None:
 
 
 STARTER = """
-import asyncio, sys
+import asyncio, signal, sys
 from aioprefill.pair import running_pair
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started without
 async def main():
     async with running_pair(sys.argv[1:]) as pair:
         print(pair.prefill.pid, pair.decode.pid, flush=True)
@@ -286,6 +287,6 @@ async def test_a_pair_ends_with_the_program_that_started_it(tiny_llama: Path, nu
     pids = [int(word) for word in (await starter.stdout.readline()).split()]
     servers = [psutil.Process(pid) for pid in pids]
     starter.send_signal(number)
-    await starter.wait()
+    await asyncio.wait_for(starter.wait(), 20)
     gone, alive = await asyncio.to_thread(psutil.wait_procs, servers, timeout=20)
     assert len(gone) == 2 and not alive
