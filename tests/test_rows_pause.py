@@ -28,7 +28,7 @@ async def fake(host: FakeHost) -> AsyncIterator[PrefillScheduler]:
     async with PrefillScheduler(host, SchedulerConfig(drain_timeout_s=1.0)) as scheduler:
         await settle()
         yield scheduler
-        while host.in_flight:
+        while host.in_flight and scheduler.health().live:
             host.forwards[host.in_flight[0]].completion.complete()
             await settle()
     assert all(len(outcomes) == 1 for outcomes in host.outcomes.values())
